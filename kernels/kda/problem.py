@@ -1,0 +1,80 @@
+"""What one `kda` call asks for: static choices (`Problem`) and arrays (`Inputs`).
+
+Backends share one internal signature (axes: B row, T token, H head, K key channel, V value
+channel):
+
+    forward(problem, inputs, segments) -> (out [B, H, T, V], final, residuals)
+    backward(problem, inputs, segments, residuals, d_out, d_final) -> Inputs of gradients
+
+`final` is None, [B, H, K, V] (LAST) or [B, max_segments, H, K, V] (ALL), float32, and a per-rank
+partial: the sum over the ranks of `problem.axis_name` is the value. `d_final` arrives whole on
+every rank. Gradients of inputs that ranks share (initial_state, start_state, a_log, dt_bias) are
+per-rank partials likewise, and are None where the input is None. T is a multiple of 64 (the
+interface pads with padding tokens).
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import jax
+
+
+class Gate(Enum):
+    """How the log decay comes from the `decay` input x; x' = x + dt_bias."""
+
+    GIVEN = "given"  # x itself
+    SOFTPLUS = "softplus"  # -exp(a_log) softplus(x')
+    BOUNDED = "bounded"  # lower_bound sigmoid(exp(a_log) x')
+
+
+class FinalState(Enum):
+    """Which segments' states come back."""
+
+    NONE = "none"
+    LAST = "last"
+    ALL = "all"
+
+
+class StatePolicy(Enum):
+    """What the forward keeps for the backward: what it computed, or its inputs alone (rebuilt
+    later)."""
+
+    SAVE = "save"
+    REMAT = "remat"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Static description of a call; hashable, so it can be a nondifferentiable argument.
+
+    axis_name is None where the context axis is absent or has one rank. lower_bound is set for
+    Gate.BOUNDED only. max_segments is the bound given to `plan_segments`, set for FinalState.ALL.
+    """
+
+    gate: Gate
+    lower_bound: float | None
+    l2norm: bool
+    scale: float
+    axis_name: str | None
+    final_state: FinalState
+    state_policy: StatePolicy
+    max_segments: int | None
+
+
+class Inputs(NamedTuple):
+    """Differentiable arrays of a call, or their gradients.
+
+    a_log is present for the gates SOFTPLUS and BOUNDED, and dt_bias with it (zeros where the caller
+    gave none).
+    """
+
+    q: jax.Array  # [B, H, T, K]
+    k: jax.Array  # [B, H, T, K]
+    v: jax.Array  # [B, H, T, V]
+    decay: jax.Array  # [B, H, T, K]
+    beta: jax.Array  # [B, H, T]
+    initial_state: jax.Array | None  # [B, N, H, K, V] float32
+    start_state: jax.Array | None  # [H, K, V] float32
+    a_log: jax.Array | None  # [H] float32
+    dt_bias: jax.Array | None  # [H, K] float32

@@ -1,0 +1,152 @@
+"""What a batch's segment ids mean, worked out once a batch for every layer and rank.
+
+A segment is a run of one nonzero id; id 0 is padding and transparent: runs of one id with only
+padding between them are one segment. Segments are numbered by their order in the whole row,
+whatever the ids are. Everything here depends on the ids alone, so layers exchange none of it again.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["index", "first", "valid", "before", "count"],
+    meta_fields=["max_segments"],
+)
+@dataclass(frozen=True)
+class Segments:
+    """Segments of a rank's tokens. Every array is [B, n] with dimension 1 sharded over the context
+    axis.
+
+    Attributes:
+        index: [B, T] int32, the 0-based order number of the token's segment in the whole row; -1 at
+            padding.
+        first: [B, T] bool, the token is its segment's first real token in the whole row.
+        valid: [B, T] bool, the token is not padding.
+        before: [B, 1] int32, how many segments started on earlier ranks. The first real token here
+            continues a segment from upstream exactly if its index is before - 1.
+        count: [B, 1] int32, how many segments the whole row has.
+        max_segments: static bound for arrays with one entry a segment, or None.
+    """
+
+    index: jax.Array
+    first: jax.Array
+    valid: jax.Array
+    before: jax.Array
+    count: jax.Array
+    max_segments: int | None = None
+
+    @property
+    def overflow(self) -> jax.Array:
+        """[B, 1] bool: the row has more segments than max_segments (never, without a bound)."""
+        if self.max_segments is None:
+            return jnp.zeros_like(self.count, dtype=bool)
+        return self.count > self.max_segments
+
+
+def plan_segments(
+    segment_ids: jax.Array, axis_name: str | None = None, max_segments: int | None = None
+) -> Segments:
+    """Number the segments of `segment_ids` [B, T] integer.
+
+    With axis_name the call stands inside `jax.shard_map` and T is the rank's part of the row; three
+    integers a row are gathered over that axis. max_segments bounds arrays that `kda` returns with
+    one entry a segment (final_state="all") and nothing else.
+
+    Raises:
+        ValueError: for a wrong shape, dtype or bound, and when a row of concrete (not traced) ids
+            has more than max_segments segments. Under tracing `Segments.overflow` says so instead.
+    """
+    _check(segment_ids, max_segments)
+    ids = segment_ids.astype(jnp.int32)
+    valid = ids != 0
+    rows, length = ids.shape
+    position = jnp.arange(length, dtype=jnp.int32)
+    # Position of the last real token before each token, -1 where the rank has none.
+    seen = jax.lax.cummax(jnp.where(valid, position, -1), axis=1)
+    previous = jnp.concatenate([jnp.full_like(seen[:, :1], -1), seen[:, :-1]], axis=1)
+    previous_id = jnp.take_along_axis(ids, jnp.maximum(previous, 0), axis=1)
+    opens = valid & (previous >= 0) & (ids != previous_id)  # starts, decided without upstream
+    leads = valid & (previous < 0)  # the rank's first real token
+    first_id = jnp.sum(jnp.where(leads, ids, 0), axis=1)
+    last_id = jnp.take_along_axis(ids, jnp.maximum(seen[:, -1:], 0), axis=1)[:, 0]
+    opened = jnp.sum(opens, axis=1, dtype=jnp.int32)
+    upstream_id, before, count = _fold_ranks(first_id, last_id, opened, axis_name)
+    first = opens | (leads & (ids != upstream_id[:, None]))
+    started = before[:, None] + jnp.cumsum(first, axis=1, dtype=jnp.int32)
+    index = jnp.where(valid, started - 1, -1)
+    if max_segments is not None and not isinstance(count, jax.core.Tracer):
+        most = int(jnp.max(count)) if rows else 0
+        if most > max_segments:
+            raise ValueError(
+                f"plan_segments: a row has {most} segments but max_segments={max_segments}; "
+                f"give max_segments >= {most}"
+            )
+    return Segments(index, first, valid, before[:, None], count[:, None], max_segments)
+
+
+def whole_row(rows: int, length: int, axis_name: str | None = None) -> Segments:
+    """One segment without padding in every row: what `kda` assumes when no segments are given."""
+    rank = jnp.int32(0) if axis_name is None else jax.lax.axis_index(axis_name)
+    ones = jnp.ones((rows, length), jnp.int32)
+    if axis_name is not None:
+        ones = ones + 0 * rank  # the same on every rank, but typed as varying like the other fields
+    before = jnp.broadcast_to(jnp.minimum(rank, 1), (rows, 1)).astype(jnp.int32)
+    starts = (jnp.arange(length) == 0) & (before == 0)
+    return Segments(ones - 1, starts, ones > 0, before, ones[:, :1], 1)
+
+
+def pad_tokens(segments: Segments, extra: int) -> Segments:
+    """The same segments with `extra` padding tokens at the end of the rank's part."""
+    if extra == 0:
+        return segments
+    widths = ((0, 0), (0, extra))
+    return Segments(
+        jnp.pad(segments.index, widths, constant_values=-1),
+        jnp.pad(segments.first, widths),
+        jnp.pad(segments.valid, widths),
+        segments.before,
+        segments.count,
+        segments.max_segments,
+    )
+
+
+def _check(segment_ids: jax.Array, max_segments: int | None) -> None:
+    if segment_ids.ndim != 2 or 0 in segment_ids.shape:
+        raise ValueError(
+            f"plan_segments: segment_ids must be [B, T], not empty; got {segment_ids.shape}"
+        )
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(f"plan_segments: segment_ids must be integers, got {segment_ids.dtype}")
+    if max_segments is not None and max_segments < 1:
+        raise ValueError(f"plan_segments: max_segments must be at least 1, got {max_segments}")
+
+
+def _fold_ranks(
+    first_id: jax.Array, last_id: jax.Array, opened: jax.Array, axis_name: str | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """From per-rank facts [B] to (last id upstream, segments started upstream, segments in the
+    row), each [B].
+
+    A rank without real tokens has first_id = last_id = 0 and passes the upstream id on.
+    """
+    zero = jnp.zeros_like(first_id)
+    if axis_name is None:
+        return zero, zero, opened + (first_id != 0)
+    facts = jax.lax.all_gather(jnp.stack([first_id, last_id, opened]), axis_name)  # [P, 3, B]
+    rank = jax.lax.axis_index(axis_name)
+
+    def step(carry, fact):
+        seen_id, started = carry
+        head, tail, inside = fact
+        starts = inside + ((head != 0) & (head != seen_id))
+        return (jnp.where(tail != 0, tail, seen_id), started + starts), (seen_id, started)
+
+    # A scan over ranks rather than a loop: sixteen ranks compile as fast as two.
+    empty = (zero + 0 * rank, zero + 0 * rank)
+    (_, count), (upstream_id, before) = jax.lax.scan(step, empty, facts)
+    return upstream_id[rank], before[rank], count
