@@ -1,0 +1,223 @@
+"""The table of parameters, and where every array of the model lies on the mesh.
+
+One `ParamSpec` a parameter: its shape, what each axis means, how it starts, whether it decays and
+whether Muon may take it. Initial values, shardings and the optimizer's masks are all read from this
+table, so that none of them can miss a parameter.
+
+Mesh axes: "data" and "fsdp" share out rows, "context" tokens, "tensor" heads, FFN columns and the
+vocabulary. Parameters are cut over "fsdp" along the residual width and over "tensor" along heads,
+FFN and vocabulary, and are whole on every "data" and "context" rank.
+"""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from model.config import ModelConfig
+
+MESH_AXES = ("data", "fsdp", "context", "tensor")
+ROWS = ("data", "fsdp")
+ROW_SPEC = PartitionSpec(ROWS)  # [B]
+TOKEN_SPEC = PartitionSpec(ROWS, "context")  # [B, T] and [B, T, D]
+
+# Which mesh axis cuts an axis of a parameter. A mesh axis cuts one axis of a parameter at most, the
+# first that asks for it.
+_MESH_AXIS = {
+    "repeats": None,
+    "vocab": "tensor",
+    "width": "fsdp",
+    "gate_rank": "fsdp",
+    "heads": "tensor",
+    "ffn": "tensor",
+    "whole": None,
+}
+
+Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One parameter. All are float32; they are cast where they are used.
+
+    shape: elements along each axis. axes: what each axis is, a key of `_MESH_AXIS`.
+    init: (key, shape) -> float32 array. decays: weight decay applies.
+    muon: the last two axes are a matrix (input, output) that Muon may orthogonalise; a leading
+    "repeats" axis stacks such matrices.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    init: Init
+    decays: bool
+    muon: bool
+
+    @property
+    def partition(self) -> PartitionSpec:
+        taken: list[str | None] = []
+        for axis in self.axes:
+            mesh_axis = _MESH_AXIS[axis]
+            taken.append(None if mesh_axis in taken else mesh_axis)
+        return PartitionSpec(*taken)
+
+
+def param_specs(cfg: ModelConfig) -> dict[str, Any]:
+    """The table: a tree of `ParamSpec`, of the same structure as the parameters.
+
+    "blocks" is a tuple over the pattern's positions; its leaves are stacked over repeats, [R, ...].
+    """
+    vocab, width = cfg.padded_vocab_size, cfg.width
+    specs: dict[str, Any] = {
+        "embedding": _matrix((vocab, width), ("vocab", "width"), cfg.init_std, muon=False),
+        "blocks": tuple(_stacked(cfg.repeats, _block(cfg, mixer)) for mixer in cfg.pattern),
+        "final_norm": _gain(width),
+    }
+    if not cfg.tie_embeddings:
+        specs["head"] = _matrix((width, vocab), ("width", "vocab"), cfg.init_std, muon=False)
+    return specs
+
+
+def init_params(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
+    """Initial parameters, float32, the same on every mesh. jit it with `param_shardings` as outputs.
+
+    A parameter's key is made from its name: a parameter added elsewhere leaves the others alone.
+    """
+
+    def start(path, spec: ParamSpec) -> jax.Array:
+        name = zlib.crc32(jax.tree_util.keystr(path).encode())
+        return spec.init(jax.random.fold_in(key, name), spec.shape)
+
+    return jax.tree_util.tree_map_with_path(start, param_specs(cfg))
+
+
+def param_shardings(cfg: ModelConfig, mesh: Mesh) -> dict[str, Any]:
+    """Tree of `NamedSharding`, one a parameter."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec.partition), param_specs(cfg))
+
+
+def decay_mask(cfg: ModelConfig) -> dict[str, Any]:
+    """Tree of bool: whether weight decay applies."""
+    return jax.tree.map(lambda spec: spec.decays, param_specs(cfg))
+
+
+def muon_mask(cfg: ModelConfig) -> dict[str, Any]:
+    """Tree of bool: whether the last two axes are a matrix that Muon may take."""
+    return jax.tree.map(lambda spec: spec.muon, param_specs(cfg))
+
+
+def param_count(cfg: ModelConfig) -> int:
+    """Number of parameters, the vocabulary's padding included."""
+    return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(cfg)))
+
+
+def _block(cfg: ModelConfig, mixer: str) -> dict[str, Any]:
+    return {
+        "mixer_norm": _gain(cfg.width),
+        "mixer": _kda(cfg) if mixer == "kda" else _attention(cfg),
+        "ffn_norm": _gain(cfg.width),
+        "ffn": {
+            "gate": _matrix((cfg.width, cfg.ffn_dim), ("width", "ffn"), cfg.init_std),
+            "up": _matrix((cfg.width, cfg.ffn_dim), ("width", "ffn"), cfg.init_std),
+            "down": _matrix((cfg.ffn_dim, cfg.width), ("ffn", "width"), _residual_std(cfg)),
+        },
+    }
+
+
+def _kda(cfg: ModelConfig) -> dict[str, Any]:
+    """Kimi Delta Attention's parameters, after flash-linear-attention's initialisation.
+
+    Projections are normal with init_std; a_log = log U(1, 16); dt_bias is the inverse softplus of a
+    time step log-uniform in [1e-3, 0.1], so that exp(a_log) softplus(dt_bias) forgets over one to a
+    thousand tokens; convolutions are torch's default, uniform in +-W^-1/2.
+    """
+    width, rank = cfg.width, cfg.gate_rank
+    keys, values = cfg.heads * cfg.key_dim, cfg.heads * cfg.value_dim
+    std = cfg.init_std
+    specs = {
+        "q": _matrix((width, keys), ("width", "heads"), std),
+        "k": _matrix((width, keys), ("width", "heads"), std),
+        "v": _matrix((width, values), ("width", "heads"), std),
+        "q_conv": _conv(cfg.conv_width, keys),
+        "k_conv": _conv(cfg.conv_width, keys),
+        "v_conv": _conv(cfg.conv_width, values),
+        "decay_a": _matrix((width, rank), ("width", "gate_rank"), std),
+        "decay_b": _matrix((rank, keys), ("gate_rank", "heads"), std),
+        "a_log": _vector((cfg.heads,), ("heads",), _log_uniform_rate),
+        "dt_bias": _vector((cfg.heads, cfg.key_dim), ("heads", "whole"), _inverse_softplus_step),
+        "beta": _matrix((width, cfg.heads), ("width", "heads"), std),
+        "output_gate_a": _matrix((width, rank), ("width", "gate_rank"), std),
+        "output_gate_b": _matrix((rank, values), ("gate_rank", "heads"), std),
+        "output_norm": _gain(cfg.value_dim),
+        "output": _matrix((values, width), ("heads", "width"), _residual_std(cfg)),
+    }
+    if cfg.learned_start_state:
+        shape = (cfg.heads, cfg.key_dim, cfg.value_dim)
+        specs["start_state"] = _vector(shape, ("heads", "whole", "whole"), _zeros)
+    return specs
+
+
+def _attention(cfg: ModelConfig) -> dict[str, Any]:
+    width, std = cfg.width, cfg.init_std
+    queries = cfg.attention_heads * cfg.attention_head_dim
+    keys = cfg.attention_kv_heads * cfg.attention_head_dim
+    return {
+        "q": _matrix((width, queries), ("width", "heads"), std),
+        "k": _matrix((width, keys), ("width", "heads"), std),
+        "v": _matrix((width, keys), ("width", "heads"), std),
+        "output": _matrix((queries, width), ("heads", "width"), _residual_std(cfg)),
+    }
+
+
+def _residual_std(cfg: ModelConfig) -> float:
+    """Output projections start smaller: the residual stream's size does not grow with depth."""
+    return cfg.init_std / math.sqrt(2 * cfg.layers)
+
+
+def _stacked(repeats: int, tree: dict[str, Any]) -> dict[str, Any]:
+    def stack(spec: ParamSpec) -> ParamSpec:
+        shape, axes = (repeats, *spec.shape), ("repeats", *spec.axes)
+        return dataclasses.replace(spec, shape=shape, axes=axes)
+
+    return jax.tree.map(stack, tree)
+
+
+def _matrix(shape, axes, std: float, *, muon: bool = True) -> ParamSpec:
+    def init(key, shape):
+        return std * jax.random.normal(key, shape, jnp.float32)
+
+    return ParamSpec(shape, axes, init, decays=True, muon=muon)
+
+
+def _conv(width: int, channels: int) -> ParamSpec:
+    def init(key, shape):
+        bound = width**-0.5
+        return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
+    return ParamSpec((width, channels), ("whole", "heads"), init, decays=True, muon=False)
+
+
+def _vector(shape, axes, init: Init) -> ParamSpec:
+    return ParamSpec(shape, axes, init, decays=False, muon=False)
+
+
+def _gain(size: int) -> ParamSpec:
+    return _vector((size,), ("whole",), lambda key, shape: jnp.ones(shape, jnp.float32))
+
+
+def _zeros(key, shape):
+    return jnp.zeros(shape, jnp.float32)
+
+
+def _log_uniform_rate(key, shape):
+    return jnp.log(jax.random.uniform(key, shape, jnp.float32, 1.0, 16.0))
+
+
+def _inverse_softplus_step(key, shape):
+    low, high = math.log(1e-3), math.log(0.1)
+    step = jnp.exp(jax.random.uniform(key, shape, jnp.float32, low, high))
+    return step + jnp.log(-jnp.expm1(-step))
