@@ -1,0 +1,54 @@
+# Each target sets up what it needs: .venv with a fitting Python and the pinned requirements.
+# Within an environment of your own, `python train.py --config configs/kda_cp4.py` is the same run.
+
+PYTHON_ENV := .venv/bin/python
+CONFIG ?= configs/kda_cp4.py
+ARGS ?=
+RUNS ?= runs
+PORT ?= 6006
+# Tests never look for an accelerator; a test that compiles for a TPU says so itself.
+TEST := JAX_PLATFORMS=cpu $(PYTHON_ENV) -m pytest
+
+.PHONY: setup setup-dev train test test-slow test-all lint format bench tensorboard requirements
+
+setup:
+	@scripts/setup.sh
+
+setup-dev:
+	@scripts/setup.sh --dev
+
+train: setup  ## make train ARGS="--config.train.steps=20"
+	$(PYTHON_ENV) train.py --config $(CONFIG) $(ARGS)
+
+test: setup-dev  ## the default tests, under 15 minutes on two cores
+	$(TEST) -m "not slow" $(ARGS)
+
+test-slow: setup-dev
+	$(TEST) -m slow $(ARGS)
+
+test-all: setup-dev
+	$(TEST) $(ARGS)
+
+lint: setup-dev
+	$(PYTHON_ENV) -m ruff format --check .
+	$(PYTHON_ENV) -m ruff check .
+	$(PYTHON_ENV) -m mypy
+
+format: setup-dev
+	$(PYTHON_ENV) -m ruff format .
+	$(PYTHON_ENV) -m ruff check --fix .
+
+bench: setup-dev
+	$(PYTHON_ENV) benchmarks/train_step.py
+	$(PYTHON_ENV) benchmarks/kda_cpu.py
+	$(PYTHON_ENV) benchmarks/kda_tpu.py
+
+tensorboard: setup  ## make tensorboard RUNS=runs PORT=6006
+	$(PYTHON_ENV) -m tensorboard.main --logdir $(RUNS) --port $(PORT)
+
+requirements: setup  ## recompile the pinned lists from the direct dependencies
+	$(PYTHON_ENV) -m pip install --quiet uv
+	$(PYTHON_ENV) -m uv pip compile --quiet --universal --python-version 3.12 --no-emit-index-url \
+	  requirements.in -o requirements.txt
+	$(PYTHON_ENV) -m uv pip compile --quiet --universal --python-version 3.12 --no-emit-index-url \
+	  requirements-dev.in -o requirements-dev.txt
