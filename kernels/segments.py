@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["index", "first", "valid", "before", "count"],
+    data_fields=["index", "first", "valid", "before", "after", "count"],
     meta_fields=["max_segments"],
 )
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class Segments:
         valid: [B, T] bool, the token is not padding.
         before: [B, 1] int32, how many segments started on earlier ranks. The first real token here
             continues a segment from upstream exactly if its index is before - 1.
+        after: [B, 1] int32, index of the first real token on later ranks, count where there is
+            none. The segment of this rank's last real token ends here exactly if its index is not
+            after.
         count: [B, 1] int32, how many segments the whole row has.
         max_segments: static bound for arrays with one entry a segment, or None.
     """
@@ -37,6 +40,7 @@ class Segments:
     first: jax.Array
     valid: jax.Array
     before: jax.Array
+    after: jax.Array
     count: jax.Array
     max_segments: int | None = None
 
@@ -75,7 +79,7 @@ def plan_segments(
     first_id = jnp.sum(jnp.where(leads, ids, 0), axis=1)
     last_id = jnp.take_along_axis(ids, jnp.maximum(seen[:, -1:], 0), axis=1)[:, 0]
     opened = jnp.sum(opens, axis=1, dtype=jnp.int32)
-    upstream_id, before, count = _fold_ranks(first_id, last_id, opened, axis_name)
+    upstream_id, before, after, count = _fold_ranks(first_id, last_id, opened, axis_name)
     first = opens | (leads & (ids != upstream_id[:, None]))
     started = before[:, None] + jnp.cumsum(first, axis=1, dtype=jnp.int32)
     index = jnp.where(valid, started - 1, -1)
@@ -86,7 +90,9 @@ def plan_segments(
                 f"plan_segments: a row has {most} segments but max_segments={max_segments}; "
                 f"give max_segments >= {most}"
             )
-    return Segments(index, first, valid, before[:, None], count[:, None], max_segments)
+    return Segments(
+        index, first, valid, before[:, None], after[:, None], count[:, None], max_segments
+    )
 
 
 def whole_row(rows: int, length: int, axis_name: str | None = None) -> Segments:
@@ -97,7 +103,9 @@ def whole_row(rows: int, length: int, axis_name: str | None = None) -> Segments:
         ones = ones + 0 * rank  # the same on every rank, but typed as varying like the other fields
     before = jnp.broadcast_to(jnp.minimum(rank, 1), (rows, 1)).astype(jnp.int32)
     starts = (jnp.arange(length) == 0) & (before == 0)
-    return Segments(ones - 1, starts, ones > 0, before, ones[:, :1], 1)
+    last = jnp.bool_(True) if axis_name is None else rank == jax.lax.axis_size(axis_name) - 1
+    after = jnp.broadcast_to(last.astype(jnp.int32), (rows, 1))
+    return Segments(ones - 1, starts, ones > 0, before, after, ones[:, :1], 1)
 
 
 def pad_tokens(segments: Segments, extra: int) -> Segments:
@@ -110,6 +118,7 @@ def pad_tokens(segments: Segments, extra: int) -> Segments:
         jnp.pad(segments.first, widths),
         jnp.pad(segments.valid, widths),
         segments.before,
+        segments.after,
         segments.count,
         segments.max_segments,
     )
@@ -128,25 +137,31 @@ def _check(segment_ids: jax.Array, max_segments: int | None) -> None:
 
 def _fold_ranks(
     first_id: jax.Array, last_id: jax.Array, opened: jax.Array, axis_name: str | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """From per-rank facts [B] to (last id upstream, segments started upstream, segments in the
-    row), each [B].
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """From per-rank facts [B] to (last id upstream, before, after, count), each [B].
 
     A rank without real tokens has first_id = last_id = 0 and passes the upstream id on.
     """
     zero = jnp.zeros_like(first_id)
     if axis_name is None:
-        return zero, zero, opened + (first_id != 0)
+        count = opened + (first_id != 0)
+        return zero, zero, count, count
     facts = jax.lax.all_gather(jnp.stack([first_id, last_id, opened]), axis_name)  # [P, 3, B]
     rank = jax.lax.axis_index(axis_name)
 
-    def step(carry, fact):
+    # Scans over ranks rather than loops: sixteen ranks compile as fast as two.
+    def forward(carry, fact):
         seen_id, started = carry
         head, tail, inside = fact
-        starts = inside + ((head != 0) & (head != seen_id))
-        return (jnp.where(tail != 0, tail, seen_id), started + starts), (seen_id, started)
+        leads = (head != 0) & (head != seen_id)
+        heads = jnp.where(head != 0, started + leads - 1, -1)  # index of the rank's first token
+        after_rank = (jnp.where(tail != 0, tail, seen_id), started + inside + leads)
+        return after_rank, (seen_id, started, heads)
 
-    # A scan over ranks rather than a loop: sixteen ranks compile as fast as two.
-    empty = (zero + 0 * rank, zero + 0 * rank)
-    (_, count), (upstream_id, before) = jax.lax.scan(step, empty, facts)
-    return upstream_id[rank], before[rank], count
+    def backward(following, heads):
+        return jnp.where(heads >= 0, heads, following), following
+
+    zero = zero + 0 * rank
+    (_, count), (upstream_id, before, heads) = jax.lax.scan(forward, (zero, zero), facts)
+    _, after = jax.lax.scan(backward, count, heads, reverse=True)
+    return upstream_id[rank], before[rank], after[rank], count
