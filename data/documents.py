@@ -1,0 +1,172 @@
+"""Where documents come from, and which of them are held out for evaluation.
+
+A source is a random-access sequence of documents as bytes (so a grain `MapDataset` can be made of
+it): the running Python's standard library, text files, JSONL, Parquet or ArrayRecord. Opening one
+lists files and, for JSONL, finds where lines start; texts are read when asked for.
+"""
+
+import gzip
+import hashlib
+import os
+import sysconfig
+from typing import Protocol
+
+import numpy as np
+
+from data.options import DataConfig
+from data.readers import ArrayRecordReader, Document, FileReader, JsonLinesReader, ParquetReader
+
+SPLITS = ("train", "eval")
+# Top-level parts of the standard library that are not its source text: tests, vendored wheels,
+# and what the environment put there.
+_NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+_SUFFIXES = {"jsonl": ".jsonl", "parquet": ".parquet", "array_record": ".array_record"}
+
+
+class Reader(Protocol):
+    """Random access to the records of some files; what each class in data/readers.py is."""
+
+    sizes: np.ndarray  # [n] int64 bytes, or estimates
+    fingerprint: str  # changes when the records do
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Document: ...
+    def hashes(self) -> np.ndarray: ...  # [n] float64 in [0, 1), from names or numbers
+
+
+class DocumentSource:
+    """The documents of one split: a reader and the numbers of the records that belong to it."""
+
+    def __init__(self, reader: Reader, records: np.ndarray, described: str):
+        self._reader = reader
+        self._records = records
+        self.described = described
+        self.sizes = reader.sizes[records]
+        digest = hashlib.sha256(records.tobytes() + reader.fingerprint.encode())
+        self.fingerprint = f"{len(records)} documents {digest.hexdigest()[:16]}"
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Document:
+        return self._reader[int(self._records[index])]
+
+
+def open_source(config: DataConfig, split: str) -> DocumentSource:
+    """Opens the documents of a split, "train" or "eval".
+
+    Raises ValueError, in one line that names the option, where there is nothing to read.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r}: needs 'train' or 'eval'")
+    if config.eval_path:
+        option, path = ("eval_path", config.eval_path) if split == "eval" else ("path", config.path)
+        reader = _open_reader(config, option, path)
+        return DocumentSource(reader, np.arange(len(reader)), f"{config.source} {path}")
+    reader = _open_reader(config, "path", config.path)
+    records = _split(reader, config, split)
+    return DocumentSource(reader, records, f"{config.source} {config.path}".rstrip())
+
+
+def _split(reader: Reader, config: DataConfig, split: str) -> np.ndarray:
+    """Returns the numbers of the split's records, held out by their hashes.
+
+    At least one document is held out and at least one is kept.
+    """
+    if len(reader) < 2:
+        raise ValueError(
+            f"config.data.path={config.path!r}: one document cannot be split into training and "
+            "evaluation; give the latter as config.data.eval_path"
+        )
+    hashes = reader.hashes()
+    held_out = hashes < config.eval_fraction
+    if not held_out.any():
+        held_out[np.argmin(hashes)] = True
+    if held_out.all():
+        held_out[np.argmax(hashes)] = False
+    return np.flatnonzero(held_out if split == "eval" else ~held_out)
+
+
+def _open_reader(config: DataConfig, option: str, path: str) -> Reader:
+    if config.source == "stdlib":
+        return _standard_library()
+    if not os.path.exists(path):
+        raise ValueError(f"config.data.{option}={path!r}: no such file or folder")
+    if config.source == "text":
+        reader: Reader = _text_files(config, path)
+    else:
+        files = _files(path, _SUFFIXES[config.source])
+        if not files:
+            raise ValueError(
+                f"config.data.{option}={path!r}: no {_SUFFIXES[config.source]} file in it"
+            )
+        if config.source == "jsonl":
+            reader = JsonLinesReader(files, config.field)
+        elif config.source == "parquet":
+            reader = ParquetReader(files, config.field)
+        else:
+            reader = ArrayRecordReader(files)
+    if len(reader) == 0 or not reader.sizes.any():
+        raise ValueError(f"config.data.{option}={path!r}: it holds no text")
+    return reader
+
+
+def _standard_library() -> FileReader:
+    root = sysconfig.get_path("stdlib")
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(set(folders) - _NOT_LIBRARY)
+        files += [os.path.join(folder, name) for name in names if name.endswith(".py")]
+    if not files:
+        raise ValueError(
+            f"config.data.source='stdlib': no .py files below {root}; set config.data.source and "
+            "config.data.path to documents of your own"
+        )
+    return FileReader(root, files)
+
+
+def _text_files(config: DataConfig, path: str) -> FileReader:
+    if os.path.isdir(path):
+        return FileReader(path, _files(path, ""))
+    # One file is one document, so what is held out is its end.
+    share = 0.0 if config.eval_path else config.eval_fraction
+    return FileReader(os.path.dirname(path), [path], held_out_end=share)
+
+
+def _files(path: str, suffix: str) -> list[str]:
+    if os.path.isfile(path):
+        return [path]
+    found = []
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [
+            os.path.join(folder, name)
+            for name in names
+            if name.endswith(suffix) and not name.startswith(".")
+        ]
+    return sorted(found)
+
+
+def gzip_bits_per_byte(source: DocumentSource) -> float:
+    """Bits that `gzip -9` needs for each byte of the source's documents, joined: a baseline."""
+    compressor = _CountingFile()
+    size = 0
+    with gzip.GzipFile(filename="", mode="wb", compresslevel=9, fileobj=compressor, mtime=0) as out:
+        for index in range(len(source)):
+            text = source[index].text[:]
+            size += len(text)
+            out.write(text)
+    return 8 * compressor.written / max(size, 1)
+
+
+class _CountingFile:
+    """A file that only counts what is written to it."""
+
+    written = 0
+
+    def write(self, data: bytes) -> int:
+        self.written += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        pass

@@ -1,0 +1,165 @@
+"""Documents into rows of T tokens.
+
+"stream": a row takes the stream's next T tokens, whatever documents they are of; a document that
+does not fit goes on in the stream's next row. Nothing is padded before the stream ends.
+
+"whole": documents stand whole in a row, and those longer than a row are cut into pieces that know
+nothing of each other. Grain's first-fit packer fills a few rows of the stream at a time. A piece's
+last token still predicts the next piece's first, which is its document's next token.
+
+Either way a row comes with the stream's position behind it, so that a position belongs to a row and
+not to the thread, process or queue that the row came through. What the "whole" packer holds is read
+again from the position where it began to fill its rows, which is part of the position.
+"""
+
+from typing import Any, NamedTuple
+
+import grain
+import numpy as np
+
+from data.stream import Corpus, Counts, Piece, Position, StreamReader
+
+# Columns of a row's table: those of a piece, then these.
+SEGMENT, PLACE = 4, 5
+COLUMNS = 6
+
+
+class Record(NamedTuple):
+    """A stream's saved position: where it goes on, and what it has met and made so far."""
+
+    position: Position = Position()
+    counts: Counts = Counts()
+    rows: int = 0  # "whole": rows already handed out of those filled from the position on
+    tokens: int = 0  # real tokens handed out
+    padding: int = 0  # padded places handed out
+
+    def to_ints(self) -> list[int]:
+        return [*self.position, *self.counts, self.rows, self.tokens, self.padding]
+
+    @classmethod
+    def from_ints(cls, ints: Any) -> "Record":
+        ints = [int(value) for value in ints]
+        a, b = len(Position._fields), len(Position._fields) + len(Counts._fields)
+        return cls(Position(*ints[:a]), Counts(*ints[a:b]), *ints[b:])
+
+
+RECORD_SIZE = len(Record().to_ints())
+
+
+class Row(NamedTuple):
+    """One row of one stream."""
+
+    table: np.ndarray  # [T, 6] int32: token, target, target's bytes, weight, segment, place
+    continues: bool  # its first segment goes on from the stream's row before
+    record: Record  # of the stream, behind this row
+
+    @property
+    def live(self) -> bool:
+        """False when the stream had ended: the row is padding."""
+        return bool(self.table[0, SEGMENT])
+
+
+class StreamPacker:
+    """Rows of a stream whose documents go on from row to row."""
+
+    def __init__(self, corpus: Corpus, stream: int, record: Record):
+        self._reader = StreamReader(corpus, stream, record.position, record.counts)
+        self._length = corpus.sequence_length
+        self._record = record
+
+    def next_row(self) -> Row:
+        """Returns the next row; padding only, once the stream has ended."""
+        table = np.zeros((self._length, COLUMNS), np.int32)
+        filled, segment, continues = 0, 0, False
+        while filled < self._length and (piece := self._reader.take(self._length - filled)):
+            if segment == 0:
+                continues = piece.place > 0
+            segment += 1
+            _write(table, filled, piece, segment)
+            filled += len(piece.table)
+        self._record = Record(
+            self._reader.position,
+            self._reader.counts,
+            tokens=self._record.tokens + filled,
+            padding=self._record.padding + self._length - filled,
+        )
+        return Row(table, continues, self._record)
+
+
+def _write(table: np.ndarray, start: int, piece: Piece, segment: int) -> None:
+    stop = start + len(piece.table)
+    table[start:stop, :SEGMENT] = piece.table
+    table[start:stop, SEGMENT] = segment
+    table[start:stop, PLACE] = np.arange(piece.place, piece.place + len(piece.table))
+
+
+class WholePacker:
+    """Rows of a stream whose documents stand whole in a row, by grain's first-fit packer."""
+
+    def __init__(self, corpus: Corpus, stream: int, record: Record, bins: int):
+        self._length = corpus.sequence_length
+        self._record = record
+        self._packed = grain.experimental.FirstFitPackIterDataset(
+            _Pieces(corpus, stream),
+            length_struct={"piece": self._length},
+            num_packing_bins=bins,
+            shuffle_bins=False,
+        ).__iter__()
+        self._packed.set_state(
+            {
+                "parent": {"at": [*record.position, *record.counts]},
+                "next_row": record.rows,
+                "counter": record.rows,
+            }
+        )
+
+    def next_row(self) -> Row:
+        """Returns the next row; padding only, once the stream has ended."""
+        table = np.zeros((self._length, COLUMNS), np.int32)
+        row = next(self._packed, None)
+        if row is not None:
+            table[:, :SEGMENT] = row["piece"]
+            table[:, SEGMENT] = row["piece_segment_ids"]
+            table[:, PLACE] = row["piece_positions"]
+        filled = int(np.count_nonzero(table[:, SEGMENT]))
+        state = self._packed.get_state()
+        began = Record.from_ints([*state["parent"]["at"], state["next_row"], 0, 0])
+        self._record = began._replace(
+            tokens=self._record.tokens + filled,
+            padding=self._record.padding + self._length - filled,
+        )
+        return Row(table, False, self._record)
+
+
+class _Pieces(grain.IterDataset):
+    """A stream's documents, cut into pieces of at most a row, for grain's packers."""
+
+    def __init__(self, corpus: Corpus, stream: int):
+        super().__init__()
+        self._corpus = corpus
+        self._stream = stream
+
+    def __iter__(self) -> "_PieceIterator":
+        return _PieceIterator(self._corpus, self._stream)
+
+
+class _PieceIterator(grain.DatasetIterator):
+    def __init__(self, corpus: Corpus, stream: int):
+        super().__init__()
+        self._corpus = corpus
+        self._stream = stream
+        self._reader = StreamReader(corpus, stream, Position(), Counts())
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        piece = self._reader.take(self._corpus.sequence_length)
+        if piece is None:
+            raise StopIteration
+        return {"piece": piece.table}
+
+    def get_state(self) -> dict[str, list[int]]:
+        return {"at": [*self._reader.position, *self._reader.counts]}
+
+    def set_state(self, state: dict[str, list[int]]) -> None:
+        split = len(Position._fields)
+        position, counts = Position(*state["at"][:split]), Counts(*state["at"][split:])
+        self._reader = StreamReader(self._corpus, self._stream, position, counts)

@@ -1,0 +1,243 @@
+"""One stream's documents, read token by token, from any saved position.
+
+A document becomes begin-id, its tokens, end-id. A long one is encoded in blocks of about a megabyte
+that end after a line, so that neither memory nor resuming depends on how long documents are; a
+tokenizer that merges over line ends may merge differently at such a cut.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from data.dealing import Dealer
+from data.documents import DocumentSource
+from data.tokenizer import Tokenizer
+
+BLOCK_BYTES = 1 << 20
+
+# Columns of the tables that tokens travel in.
+TOKEN, TARGET, TARGET_BYTES, WEIGHT = range(4)
+
+
+class Position(NamedTuple):
+    """Where a stream stands: all that is needed to go on with its next token."""
+
+    hand: int = 0  # of the dealer
+    ordinal: int = 0  # document, among those dealt to the stream in this hand
+    byte: int = 0  # where the current block starts in the document
+    token: int = 0  # tokens of the block already read
+    place: int = 0  # tokens of the document already read
+    invalid: int = 0  # 1 once a block of the document was no valid UTF-8
+
+
+class Counts(NamedTuple):
+    """What a stream has met so far. A document read in two epochs counts twice."""
+
+    documents: int = 0  # begun, empty and broken ones left out
+    empty: int = 0  # skipped: no text, or nothing left of it by the tokenizer
+    broken: int = 0  # skipped: a record that could not be read, such as half a line of JSON
+    invalid_utf8: int = 0  # read, with bytes that are no UTF-8
+    one_byte: int = 0  # read, a single byte long
+    longer_than_row: int = 0  # read, with more tokens than a row holds
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of one document."""
+
+    table: np.ndarray  # [n, 4] int32: token, target, target's bytes, weight
+    place: int  # of the first token in its document
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What all streams share; pickled to worker processes."""
+
+    source: DocumentSource
+    tokenizer: Tokenizer
+    dealer: Dealer
+    sequence_length: int
+
+
+class StreamReader:
+    """Reads what was dealt to one stream, from a position on."""
+
+    def __init__(self, corpus: Corpus, stream: int, position: Position, counts: Counts):
+        self._corpus = corpus
+        self._stream = stream
+        self._position = position
+        self._counts = dict(zip(Counts._fields, counts))
+        self._document: _OpenDocument | None = None
+        if position.place:
+            self._document = self._open(position)
+
+    @property
+    def position(self) -> Position:
+        return self._position
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(**self._counts)
+
+    def take(self, limit: int) -> Piece | None:
+        """Returns the next tokens of the current document, at most `limit` (>= 1) of them.
+
+        None when the last epoch is over.
+        """
+        if self._document is None and not self._next_document():
+            return None
+        document, before = self._document, self._position
+        piece = Piece(document.take(limit), before.place)
+        place = before.place + len(piece.table)
+        if before.place <= self._corpus.sequence_length < place:
+            self._counts["longer_than_row"] += 1
+        if document.invalid and not before.invalid:
+            self._counts["invalid_utf8"] += 1
+        if document.finished:
+            self._document = None
+            self._position = Position(before.hand, before.ordinal + 1)
+        else:
+            self._position = before._replace(
+                byte=document.byte,
+                token=document.token,
+                place=place,
+                invalid=int(document.invalid),
+            )
+        return piece
+
+    def _next_document(self) -> bool:
+        """Opens the next document that has text; False when the last epoch is over."""
+        while True:
+            position = self._position
+            dealt = self._corpus.dealer.documents(self._stream, position.hand)
+            if dealt is None:
+                return False
+            if position.ordinal == len(dealt):
+                self._position = Position(position.hand + 1)
+                continue
+            document = self._open(position)
+            if document is not None:
+                self._counts["documents"] += 1
+                self._counts["one_byte"] += len(document.text) == 1
+                self._document = document
+                return True
+            self._position = Position(position.hand, position.ordinal + 1)
+
+    def _open(self, position: Position) -> "_OpenDocument | None":
+        """Opens the document at a position; None, counted, where it has no tokens."""
+        dealt = self._corpus.dealer.documents(self._stream, position.hand)
+        document = self._corpus.source[int(dealt[position.ordinal])]
+        if document.broken:
+            self._counts["broken"] += 1
+            return None
+        opened = _OpenDocument(document.text, self._corpus.tokenizer, position)
+        if opened.empty:
+            self._counts["empty"] += 1
+            return None
+        return opened
+
+
+class _OpenDocument:
+    """A document's tokens from a position on, encoded block by block."""
+
+    def __init__(self, text: Sequence, tokenizer: Tokenizer, position: Position):
+        self.text = text
+        self.invalid = bool(position.invalid)
+        self._tokenizer = tokenizer
+        self._encoded_to = position.byte
+        self._cursor = position.token
+        # What is held: whole blocks, the cursor in the first or just behind it.
+        self._ids = np.zeros(0, np.int32)
+        self._nbytes = np.zeros(0, np.int32)
+        self._starts: list[tuple[int, int]] = []  # of each block: (byte, index into _ids)
+        self._encode_block()
+
+    @property
+    def _all_encoded(self) -> bool:
+        return self._encoded_to == len(self.text)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing but begin-id and end-id."""
+        return self._all_encoded and self._starts[0][0] == 0 and len(self._ids) == 2
+
+    @property
+    def finished(self) -> bool:
+        return self._all_encoded and self._cursor == len(self._ids)
+
+    @property
+    def byte(self) -> int:
+        return self._block_at_cursor()[0]
+
+    @property
+    def token(self) -> int:
+        return self._cursor - self._block_at_cursor()[1]
+
+    def _block_at_cursor(self) -> tuple[int, int]:
+        return [start for start in self._starts if start[1] <= self._cursor][-1]
+
+    def take(self, limit: int) -> np.ndarray:
+        """Returns the next tokens and their targets, [n, 4] int32 with n <= limit."""
+        # One more than asked for: the last one's target.
+        while len(self._ids) - self._cursor <= limit and not self._all_encoded:
+            self._encode_block()
+        start = self._cursor
+        stop = min(start + limit, len(self._ids))
+        targets = self._ids[start + 1 : stop + 1]
+        table = np.zeros((stop - start, 4), np.int32)
+        table[:, TOKEN] = self._ids[start:stop]
+        table[: len(targets), TARGET] = targets
+        table[: len(targets), TARGET_BYTES] = self._nbytes[start + 1 : stop + 1]
+        table[: len(targets), WEIGHT] = 1
+        self._cursor = stop
+        return table
+
+    def _encode_block(self) -> None:
+        self._drop_read_blocks()
+        start = self._encoded_to
+        stop = block_end(self.text, start)
+        text = bytes(self.text[start:stop])
+        self.invalid = self.invalid or not _is_utf8(text)
+        ids, nbytes = self._tokenizer.encode(text)
+        begin = [self._tokenizer.bos_id] if start == 0 else []
+        end = [self._tokenizer.eos_id] if stop == len(self.text) else []
+        self._starts.append((start, len(self._ids)))
+        self._ids = np.concatenate([self._ids, begin, ids, end], dtype=np.int32)
+        none = np.zeros(1, np.int32)
+        self._nbytes = np.concatenate(
+            [self._nbytes, none[: len(begin)], nbytes, none[: len(end)]], dtype=np.int32
+        )
+        self._encoded_to = stop
+
+    def _drop_read_blocks(self) -> None:
+        if not self._starts:
+            return
+        byte, first = self._block_at_cursor()
+        self._starts = [(b, i - first) for b, i in self._starts if b >= byte]
+        self._ids = self._ids[first:]
+        self._nbytes = self._nbytes[first:]
+        self._cursor -= first
+
+
+def block_end(text: Sequence, start: int) -> int:
+    """Returns where the block that starts at byte `start` ends: after a line, within a megabyte."""
+    end = start + BLOCK_BYTES
+    if end >= len(text):
+        return len(text)
+    newline = bytes(text[start:end]).rfind(b"\n")
+    if newline >= 0:
+        return start + newline + 1
+    # No line to go by: at least not inside a character (at most 4 bytes).
+    for back in range(4):
+        if text[end - back] & 0xC0 != 0x80 and end - back > start:
+            return end - back
+    return end
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
