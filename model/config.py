@@ -1,6 +1,6 @@
 """What a model is: one frozen record, checked when it is made.
 
-`train.py` builds a `ModelConfig` from `config.model`; nothing in this package sees the config itself.
+`train.py` builds a `ModelConfig` from `config.model`; nothing in this package sees the config.
 """
 
 import dataclasses
@@ -89,7 +89,7 @@ class ModelConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """The embedding table's rows: a multiple of 128, whole lanes for each of the usual ranks."""
+        """The embedding table's rows: a multiple of 128, so whole lanes on any usual mesh."""
         return math.ceil(self.vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 

@@ -23,6 +23,7 @@ from model.config import ModelConfig
 
 MESH_AXES = ("data", "fsdp", "context", "tensor")
 ROWS = ("data", "fsdp")
+CONTEXT = "context"
 ROW_SPEC = PartitionSpec(ROWS)  # [B]
 TOKEN_SPEC = PartitionSpec(ROWS, "context")  # [B, T] and [B, T, D]
 
@@ -47,6 +48,7 @@ class ParamSpec:
 
     shape: elements along each axis. axes: what each axis is, a key of `_MESH_AXIS`.
     init: (key, shape) -> float32 array. decays: weight decay applies.
+    cast: layers use it in the compute dtype; the others stay float32.
     muon: the last two axes are a matrix (input, output) that Muon may orthogonalise; a leading
     "repeats" axis stacks such matrices.
     """
@@ -55,15 +57,22 @@ class ParamSpec:
     axes: tuple[str, ...]
     init: Init
     decays: bool
+    cast: bool
     muon: bool
 
     @property
     def partition(self) -> PartitionSpec:
+        """Where it is kept."""
         taken: list[str | None] = []
         for axis in self.axes:
             mesh_axis = _MESH_AXIS[axis]
             taken.append(None if mesh_axis in taken else mesh_axis)
         return PartitionSpec(*taken)
+
+    @property
+    def use_partition(self) -> PartitionSpec:
+        """Where it is used: gathered over fsdp."""
+        return PartitionSpec(*(None if axis == "fsdp" else axis for axis in self.partition))
 
 
 def param_specs(cfg: ModelConfig) -> dict[str, Any]:
@@ -71,19 +80,19 @@ def param_specs(cfg: ModelConfig) -> dict[str, Any]:
 
     "blocks" is a tuple over the pattern's positions; its leaves are stacked over repeats, [R, ...].
     """
-    vocab, width = cfg.padded_vocab_size, cfg.width
     specs: dict[str, Any] = {
-        "embedding": _matrix((vocab, width), ("vocab", "width"), cfg.init_std, muon=False),
-        "blocks": tuple(_stacked(cfg.repeats, _block(cfg, mixer)) for mixer in cfg.pattern),
-        "final_norm": _gain(width),
+        "embedding": _embedding(cfg),
+        "blocks": tuple(_stacked(cfg.repeats, block_specs(cfg, mixer)) for mixer in cfg.pattern),
+        "final_norm": _gain(cfg.width),
     }
     if not cfg.tie_embeddings:
-        specs["head"] = _matrix((width, vocab), ("width", "vocab"), cfg.init_std, muon=False)
+        shape = (cfg.width, cfg.padded_vocab_size)
+        specs["head"] = _matrix(shape, ("width", "vocab"), cfg.init_std, muon=False)
     return specs
 
 
 def init_params(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
-    """Initial parameters, float32, the same on every mesh. jit it with `param_shardings` as outputs.
+    """Initial parameters, float32, the same on every mesh; jit it with `param_shardings`.
 
     A parameter's key is made from its name: a parameter added elsewhere leaves the others alone.
     """
@@ -98,6 +107,20 @@ def init_params(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
 def param_shardings(cfg: ModelConfig, mesh: Mesh) -> dict[str, Any]:
     """Tree of `NamedSharding`, one a parameter."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec.partition), param_specs(cfg))
+
+
+def use_params(params: Any, specs: Any, cfg: ModelConfig, mesh: Mesh) -> Any:
+    """Parameters as layers use them: cast, then gathered over fsdp.
+
+    Said explicitly, because the compiler might else share out a product's sum over fsdp, whose
+    ranks hold different rows. The gradients come back scattered the same way.
+    """
+
+    def use(spec: ParamSpec, param: jax.Array) -> jax.Array:
+        param = param.astype(cfg.compute_dtype) if spec.cast else param
+        return jax.lax.with_sharding_constraint(param, NamedSharding(mesh, spec.use_partition))
+
+    return jax.tree.map(use, specs, params)
 
 
 def decay_mask(cfg: ModelConfig) -> dict[str, Any]:
@@ -115,7 +138,8 @@ def param_count(cfg: ModelConfig) -> int:
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(cfg)))
 
 
-def _block(cfg: ModelConfig, mixer: str) -> dict[str, Any]:
+def block_specs(cfg: ModelConfig, mixer: str) -> dict[str, Any]:
+    """The table of one block, not stacked."""
     return {
         "mixer_norm": _gain(cfg.width),
         "mixer": _kda(cfg) if mixer == "kda" else _attention(cfg),
@@ -190,7 +214,14 @@ def _matrix(shape, axes, std: float, *, muon: bool = True) -> ParamSpec:
     def init(key, shape):
         return std * jax.random.normal(key, shape, jnp.float32)
 
-    return ParamSpec(shape, axes, init, decays=True, muon=muon)
+    return ParamSpec(shape, axes, init, decays=True, cast=True, muon=muon)
+
+
+def _embedding(cfg: ModelConfig) -> ParamSpec:
+    """Stays float32 where it is read, so that a frequent token's gradients add up in float32."""
+    shape = (cfg.padded_vocab_size, cfg.width)
+    spec = _matrix(shape, ("vocab", "width"), cfg.init_std, muon=False)
+    return dataclasses.replace(spec, cast=False)
 
 
 def _conv(width: int, channels: int) -> ParamSpec:
@@ -198,11 +229,13 @@ def _conv(width: int, channels: int) -> ParamSpec:
         bound = width**-0.5
         return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
 
-    return ParamSpec((width, channels), ("whole", "heads"), init, decays=True, muon=False)
+    return ParamSpec(
+        (width, channels), ("whole", "heads"), init, decays=True, cast=False, muon=False
+    )
 
 
 def _vector(shape, axes, init: Init) -> ParamSpec:
-    return ParamSpec(shape, axes, init, decays=False, muon=False)
+    return ParamSpec(shape, axes, init, decays=False, cast=False, muon=False)
 
 
 def _gain(size: int) -> ParamSpec:

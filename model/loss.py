@@ -1,0 +1,111 @@
+"""Cross entropy from hidden states, as sums, with logits of a few tokens at a time.
+
+Sums, not means: the trainer adds them over windows and divides once by the global weight, so that
+rows, ranks and accumulation steps count every token alike.
+
+Axes: T token (n: in a chunk), D residual width, V vocabulary entry (the rank's part).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from model.config import ModelConfig
+from model.layers import matmul, vary
+from model.sharding import CONTEXT, ROWS, TOKEN_SPEC, param_specs, use_params
+
+_TOKEN_AXES = (*ROWS, CONTEXT)
+_MASKED = -1e30  # a padded vocabulary entry's logit; finite, so that its gradient is 0 and not NaN
+
+
+class LossSums(NamedTuple):
+    """Float32 scalars, summed over the whole batch.
+
+    nll: weight * -log p(target), nats. z: weight * logsumexp(logits)^2. weight: of all tokens.
+    """
+
+    nll: jax.Array
+    z: jax.Array
+    weight: jax.Array
+
+
+def loss_sums(
+    params: dict[str, Any],
+    cfg: ModelConfig,
+    hidden: jax.Array,
+    targets: jax.Array,
+    loss_weights: jax.Array,
+    mesh: Mesh,
+) -> LossSums:
+    """Sums over hidden [B, T, D], targets [B, T] int32 and loss_weights [B, T] float32.
+
+    A token of weight 0 adds nothing and gets no gradient, whatever its target. At most
+    cfg.loss_chunk tokens of a rank have logits at one time, in the backward too.
+    """
+    specs = (PartitionSpec(None, "tensor"), TOKEN_SPEC, TOKEN_SPEC, TOKEN_SPEC)
+    sums = jax.shard_map(
+        lambda *arrays: _local_sums(cfg, *arrays),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=PartitionSpec(),
+    )
+    return sums(_head(params, cfg, mesh), hidden, targets, loss_weights)
+
+
+def logits(params: dict[str, Any], cfg: ModelConfig, hidden: jax.Array, mesh: Mesh) -> jax.Array:
+    """Logits [..., vocab_size] float32 of hidden [..., D]: all at once, for sampling and tests."""
+    head = _head(params, cfg, mesh).astype(cfg.compute_dtype)
+    return matmul(hidden, head, out_dtype=jnp.float32)[..., : cfg.vocab_size]
+
+
+def _head(params: dict[str, Any], cfg: ModelConfig, mesh: Mesh) -> jax.Array:
+    """The head [D, V], whole over fsdp: float32, holding values of the compute dtype.
+
+    It goes through the compute dtype while it is gathered, and is float32 again so that the chunks'
+    gradients add up in float32.
+    """
+    name = "embedding" if cfg.tie_embeddings else "head"
+    head = params[name].astype(cfg.compute_dtype)
+    head = use_params(head, param_specs(cfg)[name], cfg, mesh)
+    return (head.T if cfg.tie_embeddings else head).astype(jnp.float32)
+
+
+def _local_sums(cfg: ModelConfig, head, hidden, targets, loss_weights) -> LossSums:
+    """One rank's tokens and part of the vocabulary, then sums over all ranks."""
+    head = vary(head, _TOKEN_AXES)  # here, so that its gradient is summed over ranks once
+    hidden = vary(hidden, ("tensor",))
+    first = jax.lax.axis_index("tensor") * head.shape[1]
+    column = first + jnp.arange(head.shape[1])
+
+    @jax.checkpoint
+    def add(sums: LossSums, chunk) -> tuple[LossSums, tuple[()]]:
+        x, target, weight = chunk
+        scores = matmul(x, head.astype(x.dtype), out_dtype=jnp.float32)
+        scores = jnp.where(column < cfg.vocab_size, scores, _MASKED)
+        lse, hit = _log_sum_and_target(scores, column == target[:, None])
+        nll = jnp.sum(weight * (lse - hit))
+        return LossSums(sums.nll + nll, sums.z + jnp.sum(weight * lse**2), sums.weight), ()
+
+    chunks = tuple(_chunks(x, cfg.loss_chunk) for x in (hidden, targets, loss_weights))
+    zero = vary(jnp.float32(0), _TOKEN_AXES)
+    sums, _ = jax.lax.scan(add, LossSums(zero, zero, jnp.sum(loss_weights)), chunks)
+    return jax.tree.map(lambda x: jax.lax.psum(x, _TOKEN_AXES), sums)
+
+
+def _log_sum_and_target(scores: jax.Array, is_target: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """logsumexp and the target's score, each [n], over the whole vocabulary's ranks."""
+    top = jax.lax.pmax(jax.lax.stop_gradient(scores.max(-1)), "tensor")
+    total = jax.lax.psum(jnp.exp(scores - top[:, None]).sum(-1), "tensor")
+    hit = jax.lax.psum(jnp.where(is_target, scores, 0.0).sum(-1), "tensor")
+    return top + jnp.log(total), hit
+
+
+def _chunks(x: jax.Array, size: int) -> jax.Array:
+    """[b, t, ...] -> [chunks, n, ...], n <= size as even as can be; padded with zeros."""
+    x = x.reshape(-1, *x.shape[2:])
+    count = -(-x.shape[0] // size)
+    each = -(-x.shape[0] // count)
+    x = jnp.pad(x, [(0, count * each - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+    return x.reshape(count, each, *x.shape[1:])
