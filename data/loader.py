@@ -1,0 +1,344 @@
+"""Batches on the mesh, made ahead of the step, with a position that can be saved.
+
+Rows are what hosts share out: a host reads the streams of the rows that its devices hold, so hosts
+on the same rows (a context axis across processes) read the same and each places its own tokens.
+"""
+
+import json
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Self
+
+import grain
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from data.batch import Batch
+from data.dealing import Dealer
+from data.documents import DocumentSource, open_source
+from data.options import DataConfig
+from data.packing import RECORD_SIZE, Record
+from data.pipeline import HostBatch, batches, count_batches
+from data.stream import Corpus, Counts
+from data.tokenizer import Tokenizer, make_tokenizer
+
+ROWS = ("data", "fsdp")
+# Evaluation's order is the documents' own; its deal still needs a seed for ties.
+_EVAL_SEED = 0
+_NO_LIMIT = 1 << 40
+
+
+def make_loader(
+    config: DataConfig,
+    *,
+    split: str,
+    mesh: Mesh,
+    seed: int,
+    windows: int = 1,
+    max_batches: int = 0,
+) -> "Loader":
+    """Opens a split's documents and returns a loader at their beginning.
+
+    split: "train" (shuffled by seed and epoch; without end where config.epochs is 0) or "eval" (one
+    pass in fixed order, the same every time, without worker processes). windows: consecutive rows
+    of each stream in a batch. max_batches: stop after so many; 0 for no limit.
+
+    Raises ValueError, in one line that names the option, for whatever in the configuration or the
+    files cannot work.
+    """
+    config.check()
+    tokenizer = make_tokenizer(config.tokenizer, config.bos_token, config.eos_token)
+    source = open_source(config, split)
+    _check_mesh(config, mesh)
+    dealer = Dealer(
+        source.sizes,
+        streams=config.rows,
+        seed=seed if split == "train" else _EVAL_SEED,
+        epochs=config.epochs if split == "train" else 1,
+        shuffle=split == "train",
+    )
+    corpus = Corpus(source, tokenizer, dealer, config.sequence_length)
+    return Loader(corpus, config, split, mesh, seed=seed, windows=windows, max_batches=max_batches)
+
+
+def _check_mesh(config: DataConfig, mesh: Mesh) -> None:
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    for name, given, parts, axes in (
+        ("rows", config.rows, shards, "mesh.data * mesh.fsdp"),
+        ("sequence_length", config.sequence_length, mesh.shape["context"], "mesh.context"),
+    ):
+        if given % parts:
+            near = sorted({max(given // parts, 1) * parts, (given // parts + 1) * parts})
+            raise ValueError(
+                f"config.data.{name}={given}: needs a multiple of {axes} = {parts}, such as "
+                + " or ".join(str(value) for value in near)
+            )
+
+
+class _Placed(NamedTuple):
+    batch: Batch
+    records: np.ndarray
+    live: bool
+
+
+class Loader:
+    """An iterator of `Batch`es of global arrays [W, B, T], sharded over the mesh.
+
+    Arrays lie P(None, ("data", "fsdp"), "context"), `continues` P(None, ("data", "fsdp")). A thread
+    makes and places `config.prefetch` batches ahead; nothing is read before the first is asked for.
+
+    A training loader goes on where it was when iterated again; an evaluation loader starts over.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        config: DataConfig,
+        split: str,
+        mesh: Mesh,
+        *,
+        seed: int,
+        windows: int,
+        max_batches: int,
+    ):
+        self._corpus = corpus
+        self._config = config
+        self._split = split
+        self._seed = seed
+        self._windows = windows
+        self._max_batches = max_batches or _NO_LIMIT
+        self._sharding = NamedSharding(mesh, PartitionSpec(None, ROWS, "context"))
+        self._flags_sharding = NamedSharding(mesh, PartitionSpec(None, ROWS))
+        self._rows = rows_here(self._flags_sharding, config.rows)
+        self._batches_out = 0
+        self._records = _start(config.rows)  # of all rows; kept up for the rows held here
+        self._total: int | None = None
+        # The running pipeline's iterator, or nothing. A list, so that it is let go of wherever it is
+        # closed: also at interpreter exit, when a thread must not place arrays while JAX is being
+        # taken down.
+        self._running: list[Any] = []
+        weakref.finalize(self, _close, self._running)
+        self.wait_seconds = 0.0  # that callers of next() have waited
+
+    @property
+    def source(self) -> DocumentSource:
+        return self._corpus.source
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._corpus.tokenizer
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._split == "eval":
+            self._move_to(_start(self._config.rows), 0)
+        return self
+
+    def __next__(self) -> Batch:
+        began = time.perf_counter()
+        try:
+            return self._next()
+        finally:
+            self.wait_seconds += time.perf_counter() - began
+
+    def _next(self) -> Batch:
+        if self._batches_out >= self._limit():
+            raise StopIteration
+        if not self._running:
+            self._running.append(self._start_pipeline())
+        placed: _Placed = next(self._running[0])
+        if not placed.live and self._ends_by_itself():
+            raise StopIteration
+        self._batches_out += 1
+        self._records[self._rows] = placed.records
+        return placed.batch
+
+    def _ends_by_itself(self) -> bool:
+        """This host holds all rows, so it sees when they have all ended."""
+        return len(self._rows) == self._config.rows
+
+    def _limit(self) -> int:
+        """Returns after how many batches to stop, the same on every host."""
+        endless = self._split == "train" and not self._config.epochs
+        if endless or self._ends_by_itself():
+            return self._max_batches
+        if self._total is None:
+            self._total = count_batches(
+                self._corpus,
+                self._config,
+                _start(self._config.rows),
+                windows=self._windows,
+                limit=self._max_batches,
+            )
+        return self._total
+
+    def _start_pipeline(self) -> Iterator[_Placed]:
+        dataset = batches(
+            self._corpus,
+            self._config,
+            rows=self._rows,
+            records=self._records[self._rows],
+            windows=self._windows,
+            workers=self._config.workers if self._split == "train" else 0,
+        )
+        place = _Placer(self._rows, self._config.rows, self._sharding, self._flags_sharding)
+        placed = grain.experimental.ThreadPrefetchIterDataset(
+            dataset.map(place), prefetch_buffer_size=self._config.prefetch
+        )
+        return iter(placed)
+
+    def close(self) -> None:
+        """Ends the thread and the worker processes. Iterating again starts new ones."""
+        _close(self._running)
+
+    def state(self) -> dict[str, Any]:
+        """Returns the position behind the batch last handed out, as JSON's own types.
+
+        It is the whole run's: on several processes all must call it together, and all get the same.
+        """
+        return {
+            "version": 1,
+            "data": self._identity(),
+            "batches": self._batches_out,
+            "rows": _of_all_rows(self._records, self._rows).tolist(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes to a saved position; the next batch is the one that followed it.
+
+        Raises ValueError, in one line, where the position belongs to other data: it names what
+        differs. Workers, prefetch, epochs, mesh and processes may differ, and in "stream" packing
+        sequence_length.
+        """
+        if state.get("version") != 1:
+            raise ValueError(
+                f"data position: version {state.get('version')!r} is unknown; this program reads 1"
+            )
+        _check_identity(state["data"], self._identity())
+        records = np.asarray(state["rows"], np.int64)
+        if records.shape != (self._config.rows, RECORD_SIZE):
+            raise ValueError(f"data position: its table is {records.shape}, not a saved position's")
+        self._move_to(records, int(state["batches"]))
+
+    def _move_to(self, records: np.ndarray, batches_out: int) -> None:
+        self.close()
+        self._records = records
+        self._batches_out = batches_out
+
+    def _identity(self) -> dict[str, Any]:
+        """What has to be the same for a position to mean the same."""
+        config = self._config
+        identity = {
+            "split": self._split,
+            "source": config.source,
+            "path": self._corpus.source.fingerprint,
+            "tokenizer": self._corpus.tokenizer.fingerprint,
+            "packing": config.packing,
+            "rows": config.rows,
+            "seed": self._seed if self._split == "train" else _EVAL_SEED,
+        }
+        if config.packing == "whole":
+            identity["sequence_length"] = config.sequence_length
+            identity["packing_bins"] = config.packing_bins
+        return identity
+
+    def counts(self) -> dict[str, int]:
+        """Returns what the streams of this host's rows have met, up to the last batch.
+
+        The names are those of `data.stream.Counts`, with `tokens` (real ones) and `padding`.
+        """
+        records = [Record.from_ints(ints) for ints in self._records[self._rows]]
+        totals = np.sum([record.counts for record in records], axis=0)
+        return {
+            **dict(zip(Counts._fields, (int(value) for value in totals))),
+            "tokens": sum(record.tokens for record in records),
+            "padding": sum(record.padding for record in records),
+        }
+
+    def summary(self) -> str:
+        """Returns the counts in one line."""
+        counts = self.counts()
+        places = counts["tokens"] + counts["padding"]
+        share = 100 * counts["padding"] / max(places, 1)
+        return (
+            f"data ({self._split}): {counts['documents']:,} documents, {counts['tokens']:,} tokens "
+            f"and {share:.1f}% padding; skipped {counts['empty']:,} empty, {counts['broken']:,} "
+            f"broken; {counts['invalid_utf8']:,} with invalid UTF-8, {counts['one_byte']:,} of one "
+            f"byte, {counts['longer_than_row']:,} longer than a row"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Placer:
+    """Puts a host's batch on its devices, as part of the global arrays."""
+
+    def __init__(
+        self, rows: list[int], all_rows: int, sharding: NamedSharding, flags_sharding: NamedSharding
+    ):
+        self._place = {row: place for place, row in enumerate(rows)}
+        self._all_rows = all_rows
+        self._sharding = sharding
+        self._flags_sharding = flags_sharding
+
+    def __call__(self, made: HostBatch) -> _Placed:
+        batch = Batch(*(self._to_devices(field) for field in made.batch))
+        return _Placed(batch, made.records, made.live)
+
+    def _to_devices(self, field: np.ndarray) -> jax.Array:
+        """[W, rows here, T] or [W, rows here] -> the global array."""
+        sharding = self._sharding if field.ndim == 3 else self._flags_sharding
+        shape = (field.shape[0], self._all_rows, *field.shape[2:])
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = index[1].indices(self._all_rows)
+            here = self._place[start]
+            return field[(index[0], slice(here, here + stop - start), *index[2:])]
+
+        return jax.make_array_from_callback(shape, sharding, part)
+
+
+def rows_here(flags_sharding: NamedSharding, rows: int) -> list[int]:
+    """Returns the global numbers of the rows that this process's devices hold, ascending."""
+    held = flags_sharding.addressable_devices_indices_map((1, rows)).values()
+    return sorted({row for index in held for row in range(*index[1].indices(rows))})
+
+
+def _start(rows: int) -> np.ndarray:
+    return np.asarray([Record().to_ints()] * rows, np.int64)
+
+
+def _close(running: list[Any]) -> None:
+    while running:
+        running.pop().close()
+
+
+def _of_all_rows(records: np.ndarray, rows: list[int]) -> np.ndarray:
+    """Returns [all rows, RECORD_SIZE], each row from a process that holds it."""
+    if jax.process_count() == 1:
+        return records
+    held = np.zeros((len(records), 1), np.int64)
+    held[rows] = 1
+    # As int32: JAX would cut 64-bit numbers off.
+    mine = np.concatenate([records, held], axis=1).view(np.int32)
+    gathered = np.asarray(multihost_utils.process_allgather(mine)).view(np.int64)
+    first = np.argmax(gathered[:, :, -1], axis=0)
+    return gathered[first, np.arange(len(records)), :-1]
+
+
+def _check_identity(saved: dict[str, Any], given: dict[str, Any]) -> None:
+    for name in dict.fromkeys([*saved, *given]):
+        if saved.get(name) == given.get(name):
+            continue
+        option = {"seed": "config.train.seed", "split": "split"}.get(name, f"config.data.{name}")
+        what = "the documents there" if name == "path" else option
+        raise ValueError(
+            f"{option}: the saved data position is for {json.dumps(saved.get(name))}, and {what} "
+            f"now is {json.dumps(given.get(name))}; set it back, or start in a new --workdir"
+        )
