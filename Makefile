@@ -7,7 +7,7 @@ ARGS ?=
 RUNS ?= runs
 PORT ?= 6006
 # Tests never look for an accelerator; a test that compiles for a TPU says so itself.
-TEST := JAX_PLATFORMS=cpu $(PYTHON_ENV) -m pytest
+TEST := JAX_PLATFORMS=cpu $(PYTHON_ENV) -m pytest -n 2 --dist loadfile
 
 .PHONY: setup setup-dev train test test-slow test-all lint format bench tensorboard requirements
 
