@@ -52,13 +52,13 @@ def coordinates(line: Line) -> jax.Array:
 def relay_scratch(message: jax.ShapeDtypeStruct) -> dict[str, Any]:
     """Scratch of a relay with messages of this shape; pass the references to `Relay`."""
     shape = (SLOTS, *message.shape)
-    return dict(
-        inbox=pltpu.VMEM(shape, message.dtype),
-        outbox=pltpu.VMEM(shape, message.dtype),
-        arrived=pltpu.SemaphoreType.DMA((SLOTS,)),
-        departed=pltpu.SemaphoreType.DMA((SLOTS,)),
-        taken=pltpu.SemaphoreType.REGULAR,
-    )
+    return {
+        "inbox": pltpu.VMEM(shape, message.dtype),
+        "outbox": pltpu.VMEM(shape, message.dtype),
+        "arrived": pltpu.SemaphoreType.DMA((SLOTS,)),
+        "departed": pltpu.SemaphoreType.DMA((SLOTS,)),
+        "taken": pltpu.SemaphoreType.REGULAR,
+    }
 
 
 class Relay:

@@ -1,0 +1,403 @@
+"""What happens inside a chunk, as pure functions that both TPU kernels call.
+
+A *unit* is one chunk (C = 64 tokens) of one pair of heads. The two heads lie side by side on lanes:
+tokens are rows, so q is [C, 2K] and a matrix between tokens (L, A, Aqk) is [C, 2C], lanes (head, j).
+A product for both heads at once takes the block-diagonal form of its right operand
+(`stack_heads`), which fills the lanes and the MXU's depth.
+
+Every function takes lists with one entry a unit and emits each dependent step for all units before
+the next step (breadth first): a product's latency is about 125 bundles, and the compiler schedules
+near the order in which it reads. This order is the largest lever there is, see NOTES.md.
+
+No exponent is a difference of sums. With n = 1, 2, 4, ... 32, a token pair (i, j), i > j, belongs to
+level n = the highest set bit of i ^ j: i lies in the second, j in the first half of one block of 2n
+tokens. Then exp(g_i - g_j) = P_n[i] Q_n[j] with
+
+    P_n[i] = exp(sum of a from the start of i's n-block to i)      Q_n[j] = exp(sum of a after j to
+                                                                   the end of j's n-block)
+
+all of them sums of numbers <= 0. So nothing overflows, a decay of `RESET` (-1e30) makes every factor
+across that token exactly 0, and a prefix never sees what follows it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+C = 64  # tokens in a chunk
+RESET = -1e30  # log decay that forgets everything before a token, exactly
+NORM_EPS = 1e-6
+LEVELS = (1, 2, 4, 8, 16, 32)
+
+Array = jax.Array
+
+
+def dot(x: Array, y: Array, contract: tuple[int, int] = (1, 0)) -> Array:
+    """x · y over the named dimensions, float32 accumulation; float32 operands at full precision."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+# --- constants ----------------------------------------------------------------------------------
+
+
+def level_table() -> Array:
+    """[C, 2C] int32: for lanes (head, j) 0 where i == j, the level where i > j, else -1."""
+    i = jax.lax.broadcasted_iota(jnp.int32, (C, 2 * C), 0)
+    j = jax.lax.broadcasted_iota(jnp.int32, (C, 2 * C), 1) & (C - 1)
+    x = i ^ j
+    level = jnp.zeros_like(x)
+    for n in LEVELS:
+        level = jnp.where(x >= n, n, level)
+    return jnp.where(i >= j, level, -1)
+
+
+def sum_table(parts: int) -> Array:
+    """[3C, parts * C] bfloat16 of 0 and 1: which tokens' decays add up to the exponents of E_2, P_4
+    and Q_4, where E_n is P_n in odd n-blocks and Q_n in even ones. Repeated for `parts` parts.
+    """
+    r = jax.lax.broadcasted_iota(jnp.int32, (3 * C, parts * C), 0)
+    j = jax.lax.broadcasted_iota(jnp.int32, (3 * C, parts * C), 1) & (C - 1)
+    i = r & (C - 1)
+    upto2, after2 = (j >= (i & ~1)) & (j <= i), (j > i) & (j <= (i | 1))
+    upto4, after4 = (j >= (i & ~3)) & (j <= i), (j > i) & (j <= (i | 3))
+    odd = (i & 2) != 0
+    pair = (odd & upto2) | (~odd & after2)
+    table = ((r < C) & pair) | ((r >= C) & (r < 2 * C) & upto4) | ((r >= 2 * C) & after4)
+    return jnp.where(table, 1.0, 0.0).astype(jnp.bfloat16)
+
+
+# --- layout -------------------------------------------------------------------------------------
+
+
+def beside(x: Array) -> Array:
+    """Two heads [2, C, D] -> [C, 2D]."""
+    return jnp.concatenate([x[0], x[1]], axis=1)
+
+
+def stack_heads(x: Array) -> Array:
+    """[R, 2D] -> block diagonal [2R, 2D], D a multiple of 128 lanes."""
+    d = x.shape[1] // 2
+    zero = jnp.zeros_like(x[:, :d])
+    top = jnp.concatenate([x[:, :d], zero], axis=1)
+    return jnp.concatenate([top, jnp.concatenate([zero, x[:, d:]], axis=1)], axis=0)
+
+
+def stack_narrow(x: Array) -> Array:
+    """[C, 2C] -> block diagonal [2C, 2C]; heads meet inside one tile of 128 lanes."""
+    first = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < C
+    zero = jnp.zeros_like(x)
+    return jnp.concatenate([jnp.where(first, x, zero), jnp.where(first, zero, x)], axis=0)
+
+
+def rows_of(x: Array, n: int, odd: int) -> Array:
+    """The rows of x that lie in odd (1) or even (0) blocks of n rows, n a multiple of 8."""
+    starts = range(odd * n, x.shape[0], 2 * n)
+    return jnp.concatenate([x[s : s + n] for s in starts], axis=0)
+
+
+def per_head_lanes(first: Array, second: Array, width: int) -> Array:
+    """Columns [R, 1] of two heads -> [R, 2 * width], each over its head's lanes."""
+    shape = (first.shape[0], 2 * width)
+    if width % 128 == 0:
+        one = (first.shape[0], width)
+        return jnp.concatenate(
+            [jnp.broadcast_to(first, one), jnp.broadcast_to(second, one)], axis=1
+        )
+    lane = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return jnp.where(lane < width, jnp.broadcast_to(first, shape), jnp.broadcast_to(second, shape))
+
+
+def split(x: Array, parts: int) -> list[Array]:
+    """float32 -> bfloat16 arrays that add up to it (3 parts: exactly).
+
+    By cutting bits, not by rounding to bfloat16 and back, which a compiler may cancel.
+    """
+    pieces = []
+    for _ in range(parts - 1):
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-65536)
+        head = jax.lax.bitcast_convert_type(bits, jnp.float32)
+        pieces.append(head.astype(jnp.bfloat16))
+        x = x - head
+    return [*pieces, x.astype(jnp.bfloat16)]
+
+
+# --- inputs -------------------------------------------------------------------------------------
+
+
+def l2norm(x: Array) -> tuple[Array, Array]:
+    """[C, 2K] float32 -> (unit rows of each head, their reciprocal norms over their lanes)."""
+    d = x.shape[1] // 2
+    sums = [jnp.sum(h * h, axis=1, keepdims=True) for h in (x[:, :d], x[:, d:])]
+    rstd = jax.lax.rsqrt(per_head_lanes(sums[0], sums[1], d) + NORM_EPS)
+    return x * rstd, rstd
+
+
+def softplus_gate(x: Array, rate: Array, bias: Array) -> Array:
+    """-rate softplus(x + bias); rate = exp(a_log) and bias are rows [1, 2K], all float32."""
+    y = x + bias
+    return -rate * (jnp.maximum(y, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(y))))
+
+
+def bounded_gate(x: Array, rate: Array, bias: Array, lower_bound: float) -> Array:
+    """lower_bound sigmoid(rate (x + bias))."""
+    return lower_bound * jax.nn.sigmoid(rate * (x + bias))
+
+
+# --- exponents ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Ladder:
+    """Decay factors of one unit, float32.
+
+    early: E_1, E_2, E_4 [C, 2K] (P in odd blocks, Q in even ones). later: n -> (P_n in odd blocks
+    [C/2, 2K], Q_n [C, 2K]) for n = 8, 16, 32. prefix: exp(g), suffix: exp(G - g) [C, 2K].
+    total: exp(G) [1, 2K].
+    """
+
+    early: dict[int, Array]
+    later: dict[int, tuple[Array, Array]]
+    prefix: Array
+    suffix: Array
+    total: Array
+
+
+def decay_ladders(decays: Sequence[Array], table: Array) -> list[Ladder]:
+    """Factors of all levels from log decays [C, 2K].
+
+    `table` is `sum_table(1)` for bfloat16 decays (one exact product) and `sum_table(3)` for float32.
+    """
+
+    def parts(a: Array) -> Array:
+        return a if a.dtype == jnp.bfloat16 else jnp.concatenate(split(a, 3), axis=0)
+
+    sums = [dot(table, parts(a)) for a in decays]
+    singles = [jnp.exp(a.astype(jnp.float32)) for a in decays]
+    exps = [jnp.exp(s) for s in sums]
+    return [_ladder(single, e) for single, e in zip(singles, exps)]
+
+
+def _ladder(single: Array, exps: Array) -> Ladder:
+    row = jax.lax.broadcasted_iota(jnp.int32, single.shape, 0)
+    p, q = exps[C : 2 * C], exps[2 * C :]
+    early = {
+        1: jnp.where((row & 1) == 1, single, 1.0),
+        2: exps[:C],
+        4: jnp.where((row & 4) == 4, p, q),
+    }
+    p, q = _double_in_tile(p, q)
+    later = {}
+    for n in (8, 16, 32):
+        later[n] = (rows_of(p, n, 1), q)
+        p, q = _double(p, q, n)
+    return Ladder(early, later, p, q, p[C - 1 :])
+
+
+def _double_in_tile(p: Array, q: Array) -> tuple[Array, Array]:
+    """P_4, Q_4 -> P_8, Q_8: both halves of a block lie in one tile of 8 rows."""
+    second = jax.lax.broadcasted_iota(jnp.int32, (8, p.shape[1]), 0) >= 4
+    ps, qs = [], []
+    for s in range(0, C, 8):
+        head, tail = p[s : s + 8], q[s : s + 8]
+        ps.append(jnp.where(second, head * head[3:4], head))
+        qs.append(jnp.where(second, tail, tail * head[7:8]))
+    return jnp.concatenate(ps, axis=0), jnp.concatenate(qs, axis=0)
+
+
+def _double(p: Array, q: Array, n: int) -> tuple[Array, Array]:
+    """P_n, Q_n -> P_2n, Q_2n, n a multiple of 8."""
+    ps, qs = [], []
+    for s in range(0, C, 2 * n):
+        m, e = s + n, s + 2 * n
+        ps += [p[s:m], p[m:e] * p[m - 1 : m]]
+        qs += [q[s:m] * p[e - 1 : e], q[m:e]]
+    return jnp.concatenate(ps, axis=0), jnp.concatenate(qs, axis=0)
+
+
+# --- scores -------------------------------------------------------------------------------------
+
+
+def level_operands(q: Array, k: Array, ladder: Ladder, n: int, dtype) -> tuple[Array, Array]:
+    """Left operand [qP; kP] and right operand (kQ, heads stacked) [2C, 2K] of level n.
+
+    The left one has 2C rows for n = 1, 2, 4 and from 8 on only the C that take part.
+    """
+    if n < 8:
+        right = (k * ladder.early[n]).astype(dtype)
+        left = jnp.concatenate([(q * ladder.early[n]).astype(dtype), right], axis=0)
+    else:
+        p, suffix = ladder.later[n]
+        left = jnp.concatenate([rows_of(q, n, 1) * p, rows_of(k, n, 1) * p], axis=0).astype(dtype)
+        right = (k * suffix).astype(dtype)
+    return left, stack_heads(right)
+
+
+def scores(
+    queries: Sequence[Array],
+    keys: Sequence[Array],
+    ladders: Sequence[Ladder],
+    table: Array,
+    dtype,
+    ahead: int = 3,
+) -> tuple[list[Array], list[Array]]:
+    """Decayed scores of float32 q, k [C, 2K]: (q k^T with its diagonal, k k^T without), [C, 2C].
+
+    Unscaled, 0 above the diagonal. The operands of a level are emitted `ahead` levels before its
+    product. `table` is `level_table()`.
+    """
+    units = range(len(queries))
+    products = [[q * k for q, k in zip(queries, keys)]]
+    diagonal = [_diagonal(x, table) for x in products[0]]
+    qk = [[d[s : s + 8] for s in range(0, C, 8)] for d in diagonal]
+    kk = [[jnp.zeros((8, 2 * C), jnp.float32)] * (C // 8) for _ in units]
+    waiting = []
+    for step in range(len(LEVELS) + ahead):
+        if step < len(LEVELS):
+            n = LEVELS[step]
+            waiting.append(
+                [level_operands(queries[u], keys[u], ladders[u], n, dtype) for u in units]
+            )
+        if step >= ahead:
+            n = LEVELS[step - ahead]
+            found = [dot(left, right, (1, 1)) for left, right in waiting[step - ahead]]
+            for u in units:
+                _place(found[u], n, table, qk[u], kk[u])
+    return [jnp.concatenate(x, axis=0) for x in qk], [jnp.concatenate(x, axis=0) for x in kk]
+
+
+def _diagonal(product: Array, table: Array) -> Array:
+    """Lane sums of each head of q * k [C, 2K] on the diagonal of [C, 2C]."""
+    d = product.shape[1] // 2
+    sums = [jnp.sum(h, axis=1, keepdims=True) for h in (product[:, :d], product[:, d:])]
+    return jnp.where(table == 0, per_head_lanes(sums[0], sums[1], C), 0.0)
+
+
+def _place(found: Array, n: int, table: Array, qk: list[Array], kk: list[Array]) -> None:
+    """Write one level's entries into the 8-row tiles of both score matrices."""
+    tiles = range(C // 8) if n < 8 else [t for t in range(C // 8) if (8 * t) & n]
+    half = found.shape[0] // 2
+    for at, t in enumerate(tiles):
+        here = table[8 * t : 8 * t + 8] == n
+        qk[t] = jnp.where(here, found[8 * at : 8 * at + 8], qk[t])
+        kk[t] = jnp.where(here, found[half + 8 * at : half + 8 * at + 8], kk[t])
+
+
+# --- inverse ------------------------------------------------------------------------------------
+
+
+def inverses(lowers: Sequence[Array], table: Array, dtype) -> list[Array]:
+    """(I + L)^-1 for strictly lower L [C, 2C] float32 (two heads on lanes); float32 result.
+
+    Blocks of 8 by the Neumann series (exact there: L^8 = 0), then doubling X <- X - X L_n X. In
+    bfloat16 one step X <- X + X (I - (I + L) X) follows, its residual formed with L in two parts.
+    """
+    eye = jnp.where(table == 0, 1.0, 0.0)
+    small = (table >= 1) & (table < 8)
+    n1 = [jnp.where(small, -low, 0.0).astype(dtype) for low in lowers]
+    n2 = _narrow(n1, n1)
+    n2d = [x.astype(dtype) for x in n2]
+    n3 = _narrow(n1, n2d)
+    n4 = _narrow(n2d, n2d)
+    first = [eye + a.astype(jnp.float32) + b + c for a, b, c in zip(n1, n2, n3)]
+    rest = _narrow([x.astype(dtype) for x in first], [x.astype(dtype) for x in n4])
+    xs = [a + b for a, b in zip(first, rest)]
+    for n in (8, 16, 32):
+        off = [jnp.where(table == n, low, 0.0).astype(dtype) for low in lowers]
+        xd = [x.astype(dtype) for x in xs]
+        right = _narrow(off, xd)
+        change = _narrow(xd, [r.astype(dtype) for r in right])
+        xs = [x - c for x, c in zip(xs, change)]
+    if dtype == jnp.float32:
+        return xs
+    return _refine(lowers, xs, eye)
+
+
+def _narrow(lefts: Sequence[Array], rights: Sequence[Array]) -> list[Array]:
+    """Products of matrices between tokens [C, 2C], head by head."""
+    return [dot(x, stack_narrow(y)) for x, y in zip(lefts, rights)]
+
+
+def _refine(lowers: Sequence[Array], xs: Sequence[Array], eye: Array) -> list[Array]:
+    rounded = [x.astype(jnp.bfloat16) for x in xs]
+    stacked = [stack_narrow(x) for x in rounded]
+    lefts = [jnp.concatenate(split(low, 2), axis=1) for low in lowers]
+    lx = [dot(low, jnp.concatenate([x, x], axis=0)) for low, x in zip(lefts, stacked)]
+    whole = [x.astype(jnp.float32) for x in rounded]
+    error = [(eye - x - y).astype(jnp.bfloat16) for x, y in zip(whole, lx)]
+    fix = _narrow(rounded, error)
+    return [x + f for x, f in zip(whole, fix)]
+
+
+# --- local work and state -----------------------------------------------------------------------
+
+
+@dataclass
+class Local:
+    """What the state pass needs of one unit; matrices in the compute dtype.
+
+    a: A diag(beta) [C, 2C]; aqk: unscaled scores of q with k [C, 2C]; p: k exp(g), qg: q exp(g),
+    kg: k exp(G - g) [C, 2K]; total: exp(G) [1, 2K] float32.
+    """
+
+    a: Array | None
+    aqk: Array | None
+    p: Array
+    qg: Array
+    kg: Array
+    total: Array
+
+
+def local_scores(
+    queries: Sequence[Array], keys: Sequence[Array], ladders: Sequence[Ladder], table: Array, dtype
+) -> list[tuple[Local, Array]]:
+    """`Local` without `a`, and k k^T decayed, of each unit."""
+    qk, kk = scores(queries, keys, ladders, table, dtype)
+    out = []
+    for q, k, ladder, s, l in zip(queries, keys, ladders, qk, kk):
+        local = entry_factors(q, k, ladder, dtype)
+        local.aqk = s.astype(dtype)
+        out.append((local, l))
+    return out
+
+
+def entry_factors(q: Array, k: Array, ladder: Ladder, dtype) -> Local:
+    """`Local` with all but its two matrices between tokens."""
+    p, qg, kg = k * ladder.prefix, q * ladder.prefix, k * ladder.suffix
+    return Local(None, None, p.astype(dtype), qg.astype(dtype), kg.astype(dtype), ladder.total)
+
+
+def state_step(
+    states: Sequence[Array],
+    units: Sequence[Local],
+    values: Sequence[Array],
+    keep: Sequence[Array] | None = None,
+) -> tuple[list[Array], list[Array], list[Array]]:
+    """One chunk from its entry state: (outputs before `scale` [C, 2V] float32, vn [C, 2V], exits).
+
+    States are transposed and two heads wide: [V, 2K] float32. keep [C, 2V] float32 of 0 and 1: the
+    tokens that take part.
+    """
+    dtype = units[0].p.dtype
+    rights = [stack_heads(s.astype(dtype)) for s in states]
+    read = [dot(jnp.concatenate([u.p, u.qg], axis=0), s, (1, 1)) for u, s in zip(units, rights)]
+    rhs = [(v.astype(jnp.float32) - r[:C]).astype(dtype) for v, r in zip(values, read)]
+    vn = [dot(u.a, stack_heads(r)) for u, r in zip(units, rhs)]
+    vn = [x.astype(dtype) for x in (vn if keep is None else _masked(vn, keep))]
+    outs = [r[C:] + dot(u.aqk, stack_heads(n)) for u, r, n in zip(units, read, vn)]
+    grown = [dot(stack_rows(n), stack_heads(u.kg), (0, 0)) for u, n in zip(units, vn)]
+    exits = [u.total * s + g for u, s, g in zip(units, states, grown)]
+    return outs if keep is None else _masked(outs, keep), vn, exits
+
+
+def _masked(xs: Sequence[Array], keep: Sequence[Array]) -> list[Array]:
+    return [x * m for x, m in zip(xs, keep)]
+
+
+def stack_rows(x: Array) -> Array:
+    """[C, 2D] -> [2C, D]: heads one above the other."""
+    d = x.shape[1] // 2
+    return jnp.concatenate([x[:, :d], x[:, d:]], axis=0)
