@@ -49,7 +49,14 @@ class DocumentSource:
         return len(self._records)
 
     def __getitem__(self, index: int) -> Document:
-        return self._reader[int(self._records[index])]
+        record = int(self._records[index])
+        try:
+            return self._reader[record]
+        except Exception as error:  # each format has its own kinds
+            raise ValueError(
+                f"config.data.path: document {record} of {self.described} can no longer be read "
+                f"({' '.join(str(error).split())[:200]})"
+            ) from error
 
 
 def open_source(config: DataConfig, split: str) -> DocumentSource:
@@ -59,13 +66,17 @@ def open_source(config: DataConfig, split: str) -> DocumentSource:
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r}: needs 'train' or 'eval'")
-    if config.eval_path:
-        option, path = ("eval_path", config.eval_path) if split == "eval" else ("path", config.path)
-        reader = _open_reader(config, option, path)
-        return DocumentSource(reader, np.arange(len(reader)), f"{config.source} {path}")
-    reader = _open_reader(config, "path", config.path)
-    records = _split(reader, config, split)
-    return DocumentSource(reader, records, f"{config.source} {config.path}".rstrip())
+    option = "eval_path" if config.eval_path and split == "eval" else "path"
+    path = os.path.expanduser(getattr(config, option))
+    reader = _open_reader(config, option, path)
+    records = np.arange(len(reader)) if config.eval_path else _split(reader, config, split)
+    source = DocumentSource(reader, records, f"{config.source} {path}".rstrip())
+    if not source.sizes.any():
+        raise ValueError(
+            f"config.data.{option}={path!r}: no text left for split {split!r}; give documents for "
+            "evaluation as config.data.eval_path"
+        )
+    return source
 
 
 def _split(reader: Reader, config: DataConfig, split: str) -> np.ndarray:
@@ -126,11 +137,10 @@ def _standard_library() -> FileReader:
 
 
 def _text_files(config: DataConfig, path: str) -> FileReader:
-    if os.path.isdir(path):
-        return FileReader(path, _files(path, ""))
+    root = path if os.path.isdir(path) else os.path.dirname(path)
     # One file is one document, so what is held out is its end.
     share = 0.0 if config.eval_path else config.eval_fraction
-    return FileReader(os.path.dirname(path), [path], held_out_end=share)
+    return FileReader(root, _files(path, ""), held_out_end=share)
 
 
 def _files(path: str, suffix: str) -> list[str]:

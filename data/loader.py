@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batch import Batch
-from data.dealing import Dealer
+from data.dealing import Dealer, Earlier, Position
 from data.documents import DocumentSource, open_source
 from data.options import DataConfig
 from data.packing import RECORD_SIZE, Record
@@ -53,15 +53,9 @@ def make_loader(
     tokenizer = make_tokenizer(config.tokenizer, config.bos_token, config.eos_token)
     source = open_source(config, split)
     _check_mesh(config, mesh)
-    dealer = Dealer(
-        source.sizes,
-        streams=config.rows,
-        seed=seed if split == "train" else _EVAL_SEED,
-        epochs=config.epochs if split == "train" else 1,
-        shuffle=split == "train",
+    return Loader(
+        source, tokenizer, config, split, mesh, seed=seed, windows=windows, max_batches=max_batches
     )
-    corpus = Corpus(source, tokenizer, dealer, config.sequence_length)
-    return Loader(corpus, config, split, mesh, seed=seed, windows=windows, max_batches=max_batches)
 
 
 def _check_mesh(config: DataConfig, mesh: Mesh) -> None:
@@ -95,7 +89,8 @@ class Loader:
 
     def __init__(
         self,
-        corpus: Corpus,
+        source: DocumentSource,
+        tokenizer: Tokenizer,
         config: DataConfig,
         split: str,
         mesh: Mesh,
@@ -104,32 +99,38 @@ class Loader:
         windows: int,
         max_batches: int,
     ):
-        self._corpus = corpus
+        self.source = source
+        self.tokenizer = tokenizer
+        self.wait_seconds = 0.0  # that callers of next() have waited
         self._config = config
         self._split = split
-        self._seed = seed
+        self._seed = seed if split == "train" else _EVAL_SEED
         self._windows = windows
         self._max_batches = max_batches or _NO_LIMIT
         self._sharding = NamedSharding(mesh, PartitionSpec(None, ROWS, "context"))
         self._flags_sharding = NamedSharding(mesh, PartitionSpec(None, ROWS))
         self._rows = rows_here(self._flags_sharding, config.rows)
         self._batches_out = 0
+        self._earlier: dict[str, Any] | None = None  # what streams of another deal have read
+        self._corpus = self._deal()
         self._records = _start(config.rows)  # of all rows; kept up for the rows held here
         self._total: int | None = None
-        # The running pipeline's iterator, or nothing. A list, so that it is let go of wherever it is
-        # closed: also at interpreter exit, when a thread must not place arrays while JAX is being
-        # taken down.
+        # The running pipeline's iterator, or nothing. A list, so that closing it lets go of it:
+        # also at interpreter exit, as a thread must not place arrays while JAX is taken down.
         self._running: list[Any] = []
         weakref.finalize(self, _close, self._running)
-        self.wait_seconds = 0.0  # that callers of next() have waited
 
-    @property
-    def source(self) -> DocumentSource:
-        return self._corpus.source
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._corpus.tokenizer
+    def _deal(self) -> Corpus:
+        train = self._split == "train"
+        dealer = Dealer(
+            self.source.sizes,
+            streams=self._config.rows,
+            seed=self._seed,
+            epochs=self._config.epochs if train else 1,
+            shuffle=train,
+            earlier=self._earlier,
+        )
+        return Corpus(self.source, self.tokenizer, dealer, self._config.sequence_length)
 
     def __iter__(self) -> Iterator[Batch]:
         if self._split == "eval":
@@ -202,30 +203,69 @@ class Loader:
             "version": 1,
             "data": self._identity(),
             "batches": self._batches_out,
-            "rows": _of_all_rows(self._records, self._rows).tolist(),
+            "records": _of_all_rows(self._records, self._rows).tolist(),
+            "earlier": self._earlier,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> str:
         """Goes to a saved position; the next batch is the one that followed it.
 
-        Raises ValueError, in one line, where the position belongs to other data: it names what
-        differs. Workers, prefetch, epochs, mesh and processes may differ, and in "stream" packing
-        sequence_length.
+        Returns "", or a line that says what happened where `config.data.if_changed` allowed other
+        rows, another seed or other documents. Then no row continues what it held before.
+
+        Raises ValueError, in one line that names what differs, where the position belongs to other
+        data. Workers, prefetch, epochs, windows, mesh and processes may always differ, and in
+        "stream" packing sequence_length.
         """
         if state.get("version") != 1:
             raise ValueError(
                 f"data position: version {state.get('version')!r} is unknown; this program reads 1"
             )
-        _check_identity(state["data"], self._identity())
-        records = np.asarray(state["rows"], np.int64)
-        if records.shape != (self._config.rows, RECORD_SIZE):
-            raise ValueError(f"data position: its table is {records.shape}, not a saved position's")
-        self._move_to(records, int(state["batches"]))
+        records = np.asarray(state["records"], np.int64).reshape(-1, RECORD_SIZE)
+        changed = differences(state["data"], self._identity())
+        if not changed:
+            self._earlier = state["earlier"]
+            self._move_to(records, state["batches"])
+            return ""
+        if self._config.if_changed == "refuse":
+            raise ValueError(
+                f"{changed[0]}; set it back, start in a new --workdir, or let the run go on with "
+                "--config.data.if_changed=go_on"
+            )
+        return self._go_on(state, records, changed)
+
+    def _go_on(self, state: dict[str, Any], records: np.ndarray, changed: list[str]) -> str:
+        """Goes on from a position of another deal, or of other documents."""
+        saved, given = state["data"], self._identity()
+        if saved["tokenizer"] != given["tokenizer"]:
+            raise ValueError(f"{changed[0]}; a model cannot go on with other ids")
+        start = _start(self._config.rows)
+        if (saved["source"], saved["path"]) != (given["source"], given["path"]):
+            self._earlier = None
+            self._move_to(start, state["batches"])
+            return f"{changed[0]}: reading the documents there from their beginning"
+        if "whole" in (saved["packing"], given["packing"]):
+            raise ValueError(f"{changed[0]}; only packing 'stream' can be dealt anew")
+        old = [Record.from_ints(ints) for ints in records]
+        positions = [[int(value) for value in record.position] for record in old]
+        self._earlier = Earlier.to_json(positions, saved["seed"], state["earlier"])
+        self._corpus = self._deal()
+        begin = Record(
+            Position(hand=self._corpus.dealer.first_hand),
+            Counts(*np.sum([record.counts for record in old], axis=0)),
+            tokens=sum(record.tokens for record in old),
+            padding=sum(record.padding for record in old),
+        )
+        start[:] = begin._replace(counts=Counts(), tokens=0, padding=0).to_ints()
+        start[0] = begin.to_ints()  # the totals go on with one of the rows
+        self._move_to(start, state["batches"])
+        return f"{changed[0]}: what is left of the epoch is dealt anew to {len(start)} rows"
 
     def _move_to(self, records: np.ndarray, batches_out: int) -> None:
         self.close()
+        self._corpus = self._deal()
         self._records = records
-        self._batches_out = batches_out
+        self._batches_out = int(batches_out)
 
     def _identity(self) -> dict[str, Any]:
         """What has to be the same for a position to mean the same."""
@@ -233,11 +273,11 @@ class Loader:
         identity = {
             "split": self._split,
             "source": config.source,
-            "path": self._corpus.source.fingerprint,
-            "tokenizer": self._corpus.tokenizer.fingerprint,
+            "path": self.source.fingerprint,
+            "tokenizer": self.tokenizer.fingerprint,
             "packing": config.packing,
             "rows": config.rows,
-            "seed": self._seed if self._split == "train" else _EVAL_SEED,
+            "seed": self._seed,
         }
         if config.packing == "whole":
             identity["sequence_length"] = config.sequence_length
@@ -296,10 +336,12 @@ class _Placer:
         sharding = self._sharding if field.ndim == 3 else self._flags_sharding
         shape = (field.shape[0], self._all_rows, *field.shape[2:])
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            start, stop, _ = index[1].indices(self._all_rows)
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # each device has its part
+            windows, rows, *tokens = index
+            start, stop, _ = rows.indices(self._all_rows)
             here = self._place[start]
-            return field[(index[0], slice(here, here + stop - start), *index[2:])]
+            return field[(windows, slice(here, here + stop - start), *tokens)]
 
         return jax.make_array_from_callback(shape, sharding, part)
 
@@ -332,13 +374,16 @@ def _of_all_rows(records: np.ndarray, rows: list[int]) -> np.ndarray:
     return gathered[first, np.arange(len(records)), :-1]
 
 
-def _check_identity(saved: dict[str, Any], given: dict[str, Any]) -> None:
+def differences(saved: dict[str, Any], given: dict[str, Any]) -> list[str]:
+    """Returns a line for each thing that a saved position and this run do not have in common."""
+    lines = []
     for name in dict.fromkeys([*saved, *given]):
-        if saved.get(name) == given.get(name):
-            continue
-        option = {"seed": "config.train.seed", "split": "split"}.get(name, f"config.data.{name}")
-        what = "the documents there" if name == "path" else option
-        raise ValueError(
-            f"{option}: the saved data position is for {json.dumps(saved.get(name))}, and {what} "
-            f"now is {json.dumps(given.get(name))}; set it back, or start in a new --workdir"
-        )
+        if saved.get(name) != given.get(name):
+            option = {"seed": "config.train.seed", "split": "split"}.get(
+                name, f"config.data.{name}"
+            )
+            lines.append(
+                f"{option}: the saved data position is for {json.dumps(saved.get(name))}, this run "
+                f"has {json.dumps(given.get(name))}"
+            )
+    return lines

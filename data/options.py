@@ -4,6 +4,7 @@ import dataclasses
 
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "array_record")
 PACKINGS = ("stream", "whole")
+IF_CHANGED = ("refuse", "go_on")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,12 @@ class DataConfig:
     # Passes over the training documents; 0 goes on until the run's steps are done. >= 0.
     epochs: int = 0
 
+    # When a resumed run's position was saved with other rows, another seed or other documents:
+    #   "refuse"  stop with a line that names what changed
+    #   "go_on"   say so in a line; the same documents are dealt anew, each from where it was left
+    #             ("stream" packing only), other documents are read from their beginning
+    if_changed: str = "refuse"
+
     # Processes that read, tokenize and pack; 0 does it in this one. They share a host's rows out,
     # so the largest number up to this that divides the rows of this host is used. >= 0.
     workers: int = 0
@@ -61,6 +68,7 @@ class DataConfig:
         """
         _one_of("source", self.source, SOURCES)
         _one_of("packing", self.packing, PACKINGS)
+        _one_of("if_changed", self.if_changed, IF_CHANGED)
         for name, least in (
             ("sequence_length", 2),
             ("rows", 1),

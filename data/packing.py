@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from data.stream import Corpus, Counts, Piece, Position, StreamReader
+from data.dealing import Position
+from data.stream import Corpus, Counts, Piece, StreamReader
 
 # Columns of a row's table: those of a piece, then these.
 SEGMENT, PLACE = 4, 5
@@ -70,10 +71,9 @@ class StreamPacker:
     def next_row(self) -> Row:
         """Returns the next row; padding only, once the stream has ended."""
         table = np.zeros((self._length, COLUMNS), np.int32)
-        filled, segment, continues = 0, 0, False
+        filled, segment = 0, 0
+        continues = self._reader.position.place > 0
         while filled < self._length and (piece := self._reader.take(self._length - filled)):
-            if segment == 0:
-                continues = piece.place > 0
             segment += 1
             _write(table, filled, piece, segment)
             filled += len(piece.table)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,13 +21,17 @@ _MAPPED_BYTES = 1 << 24
 _PARQUET_CACHE_BYTES = 1 << 30
 
 
+# A large file is a read-only map of it; its slices are bytes.
+Text = bytes | mmap.mmap
+
+
 class Document(NamedTuple):
-    """One document. `text` is bytes, or a read-only mmap of a large file (slices are bytes).
+    """One document.
 
     broken: the record could not be read as a document; its text is empty.
     """
 
-    text: Sequence
+    text: Text
     broken: bool = False
 
 

@@ -5,31 +5,20 @@ that end after a line, so that neither memory nor resuming depends on how long d
 tokenizer that merges over line ends may merge differently at such a cut.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from data.dealing import Dealer
+from data.dealing import Dealer, Position
 from data.documents import DocumentSource
+from data.readers import Text
 from data.tokenizer import Tokenizer
 
 BLOCK_BYTES = 1 << 20
 
 # Columns of the tables that tokens travel in.
 TOKEN, TARGET, TARGET_BYTES, WEIGHT = range(4)
-
-
-class Position(NamedTuple):
-    """Where a stream stands: all that is needed to go on with its next token."""
-
-    hand: int = 0  # of the dealer
-    ordinal: int = 0  # document, among those dealt to the stream in this hand
-    byte: int = 0  # where the current block starts in the document
-    token: int = 0  # tokens of the block already read
-    place: int = 0  # tokens of the document already read
-    invalid: int = 0  # 1 once a block of the document was no valid UTF-8
 
 
 class Counts(NamedTuple):
@@ -69,8 +58,10 @@ class StreamReader:
         self._position = position
         self._counts = dict(zip(Counts._fields, counts))
         self._document: _OpenDocument | None = None
-        if position.place:
-            self._document = self._open(position)
+        self._skipped = 0  # documents without text since the last one with
+        dealt = corpus.dealer.documents(stream, position.hand) if position.place else None
+        if dealt is not None:
+            self._document = self._open(int(dealt[position.ordinal]), position)
 
     @property
     def position(self) -> Position:
@@ -85,9 +76,10 @@ class StreamReader:
 
         None when the last epoch is over.
         """
-        if self._document is None and not self._next_document():
+        document = self._document or self._next_document()
+        if document is None:
             return None
-        document, before = self._document, self._position
+        self._document, before = document, self._position
         piece = Piece(document.take(limit), before.place)
         place = before.place + len(piece.table)
         if before.place <= self._corpus.sequence_length < place:
@@ -106,28 +98,42 @@ class StreamReader:
             )
         return piece
 
-    def _next_document(self) -> bool:
-        """Opens the next document that has text; False when the last epoch is over."""
+    def _next_document(self) -> "_OpenDocument | None":
+        """Opens the next document that has text; None when the last epoch is over."""
         while True:
             position = self._position
             dealt = self._corpus.dealer.documents(self._stream, position.hand)
             if dealt is None:
-                return False
+                return None
             if position.ordinal == len(dealt):
                 self._position = Position(position.hand + 1)
                 continue
-            document = self._open(position)
+            index = int(dealt[position.ordinal])
+            begun = self._corpus.dealer.start(position.hand, index)
+            if begun:
+                self._position = begun._replace(hand=position.hand, ordinal=position.ordinal)
+            document = self._open(index, self._position)
             if document is not None:
-                self._counts["documents"] += 1
-                self._counts["one_byte"] += len(document.text) == 1
-                self._document = document
-                return True
+                self._skipped = 0
+                if not begun:
+                    self._counts["documents"] += 1
+                    self._counts["one_byte"] += len(document.text) == 1
+                return document
             self._position = Position(position.hand, position.ordinal + 1)
+            self._give_up_without_text()
 
-    def _open(self, position: Position) -> "_OpenDocument | None":
-        """Opens the document at a position; None, counted, where it has no tokens."""
-        dealt = self._corpus.dealer.documents(self._stream, position.hand)
-        document = self._corpus.source[int(dealt[position.ordinal])]
+    def _give_up_without_text(self) -> None:
+        """Raises ValueError after so many documents without text that there can be none."""
+        self._skipped += 1
+        if self._skipped > 100 * len(self._corpus.source):
+            raise ValueError(
+                f"config.data.path: no text in any document of {self._corpus.source.described}; "
+                f"{self._counts['empty']:,} were empty and {self._counts['broken']:,} broken"
+            )
+
+    def _open(self, index: int, position: Position) -> "_OpenDocument | None":
+        """Opens a document at a position in it; None, counted, where it has no tokens."""
+        document = self._corpus.source[index]
         if document.broken:
             self._counts["broken"] += 1
             return None
@@ -141,7 +147,7 @@ class StreamReader:
 class _OpenDocument:
     """A document's tokens from a position on, encoded block by block."""
 
-    def __init__(self, text: Sequence, tokenizer: Tokenizer, position: Position):
+    def __init__(self, text: Text, tokenizer: Tokenizer, position: Position):
         self.text = text
         self.invalid = bool(position.invalid)
         self._tokenizer = tokenizer
@@ -220,7 +226,7 @@ class _OpenDocument:
         self._cursor -= first
 
 
-def block_end(text: Sequence, start: int) -> int:
+def block_end(text: Text, start: int) -> int:
     """Returns where the block that starts at byte `start` ends: after a line, within a megabyte."""
     end = start + BLOCK_BYTES
     if end >= len(text):

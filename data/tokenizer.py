@@ -146,9 +146,9 @@ class SentencePieceTokenizer:
 
     def encode(self, text: bytes) -> tuple[np.ndarray, np.ndarray]:
         readable, ends = readable_text(text)
-        pieces = self._model.encode(readable, out_type="immutable_proto").pieces
-        ids = np.asarray([piece.id for piece in pieces], np.int32)
-        stops = np.asarray([piece.end for piece in pieces], np.int64)
+        mapped = self._model.encode(readable, return_type="offset_mapping")
+        ids = np.asarray(mapped["ids"], np.int32)
+        stops = np.asarray([stop for _, stop in mapped["offsets"]], np.int64)
         return ids, bytes_of_tokens(stops, ends)
 
 
