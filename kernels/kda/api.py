@@ -1,0 +1,154 @@
+"""`kda(...)`: checks, shapes, gradient rule and choice of implementation.
+
+The gradient rule sits around one core that works on per-rank partial values (`problem.py`). What
+ranks share enters the core typed as varying and the final state leaves it through a psum, both
+outside the rule, so JAX itself sums gradients of shared inputs over ranks and counts the cotangent
+of a shared output once.
+"""
+
+import functools
+import importlib
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+
+from kernels.kda import checks
+from kernels.kda.chunk_math import CHUNK
+from kernels.kda.problem import FinalState, Gate, Inputs, Problem, StatePolicy
+from kernels.kda.vma import vary, varying_axes
+from kernels.segments import Segments, pad_tokens, whole_row
+from kernels.select import choose
+
+
+def kda(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    decay: jax.Array,
+    beta: jax.Array,
+    segments: Segments | None = None,
+    *,
+    initial_state: jax.Array | None = None,
+    start_state: jax.Array | None = None,
+    final_state: str = "none",
+    a_log: jax.Array | None = None,
+    dt_bias: jax.Array | None = None,
+    lower_bound: float | None = None,
+    qk_l2norm: bool = False,
+    scale: float | None = None,
+    axis_name: str | None = None,
+    state_policy: str = "remat",
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Kimi Delta Attention: S <- Diag(exp(a)) S; S <- S + beta k (v - k^T S)^T; o = scale S^T q.
+
+    Args:
+        q, k, decay: [B, H, T, K]; v: [B, H, T, V]; beta: [B, H, T]. q, k, v share a dtype, float32
+            or bfloat16; decay and beta may be either. T is any length; with axis_name, the rank's
+            part.
+        segments: from `plan_segments` with the same axis_name; None: every row is one segment.
+        initial_state: [B, N, H, K, V] float32; the row's n-th segment starts from slot n.
+        start_state: [H, K, V] float32; start of the segments beyond N. Without it they start from
+            0.
+        final_state: "none", "last" or "all" (needs plan_segments(max_segments=...)).
+        a_log: [H]. Given, decay is a raw gate x and the log decay is -exp(a_log) softplus(x +
+            dt_bias), or lower_bound sigmoid(exp(a_log) (x + dt_bias)) with lower_bound. Without it
+            decay is the log decay itself (<= 0).
+        dt_bias: [H, K], with a_log only.
+        lower_bound: in [-5, 0), with a_log only.
+        qk_l2norm: divide q and k by sqrt(sum of squares + 1e-6) first.
+        scale: factor on the output, K^-1/2 by default.
+        axis_name: the mesh axis over which T is split; the call then stands inside `jax.shard_map`.
+            Inputs without a T axis are the same on its ranks, and so is the returned state.
+        state_policy: "remat" rebuilds in the backward what "save" keeps from the forward.
+        implementation: None chooses by device (see `kernels.select`); "mosaic_tpu", "chunked" or
+            "recurrent" run or raise.
+
+    Returns:
+        out [B, H, T, V] in v's dtype, 0 at padding; and None, the last segment's state [B, H, K,
+        V], or every segment's [B, max_segments, H, K, V], float32. A segment without tokens returns
+        its start state. With "all", rows that have more than max_segments segments are NaN.
+
+    Raises:
+        ValueError: with one line, before tracing, for anything that does not fit.
+    """
+    checks.check(
+        q, k, v, decay, beta, segments,
+        initial_state=initial_state, start_state=start_state, final_state=final_state, a_log=a_log,
+        dt_bias=dt_bias, lower_bound=lower_bound, scale=scale, state_policy=state_policy,
+    )  # fmt: skip
+    rows, heads, length, keys = q.shape
+    if segments is None:
+        segments = whole_row(rows, length, axis_name)
+    many_ranks = axis_name is not None and jax.lax.axis_size(axis_name) > 1
+    final = FinalState(final_state)
+    problem = Problem(
+        gate=_gate(a_log, lower_bound),
+        lower_bound=lower_bound,
+        l2norm=bool(qk_l2norm),
+        scale=keys**-0.5 if scale is None else float(scale),
+        axis_name=axis_name if many_ranks else None,
+        final_state=final,
+        state_policy=StatePolicy(state_policy),
+        max_segments=segments.max_segments if final is FinalState.ALL else None,
+    )
+    if a_log is not None:
+        a_log = a_log.astype(jnp.float32)
+        shift = jnp.zeros((heads, keys)) if dt_bias is None else dt_bias
+        dt_bias = shift.astype(jnp.float32)
+    inputs = Inputs(q, k, v, decay, beta, initial_state, start_state, a_log, dt_bias)
+    name = choose(implementation, q)
+    extra = -length % CHUNK
+    inputs, segments = _pad(inputs, extra), pad_tokens(segments, extra)
+    axes = varying_axes((inputs, segments)) | ({axis_name} if axis_name else set())
+    inputs, segments = vary((inputs, segments), axes)
+    out, state = _core(name, problem, inputs, segments)
+    out = out[:, :, :length]
+    if state is None:
+        return out, None
+    if final is FinalState.ALL:
+        state = jnp.where(segments.overflow[..., None, None, None], jnp.nan, state)
+    return out, state if axis_name is None else jax.lax.psum(state, axis_name)
+
+
+def _gate(a_log, lower_bound) -> Gate:
+    if a_log is None:
+        return Gate.GIVEN
+    return Gate.SOFTPLUS if lower_bound is None else Gate.BOUNDED
+
+
+def _pad(inputs: Inputs, extra: int) -> Inputs:
+    """The same inputs with `extra` zero tokens at the end."""
+    if extra == 0:
+        return inputs
+    tokens = {}
+    for name in ("q", "k", "v", "decay", "beta"):
+        x = getattr(inputs, name)
+        tokens[name] = jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0))[: x.ndim])
+    return inputs._replace(**tokens)
+
+
+def _backend(name: str) -> ModuleType:
+    """The backend's module; imported when first used, so that CPU runs never load Pallas."""
+    modules = {"mosaic_tpu": "mosaic", "chunked": "chunked", "recurrent": "recurrent"}
+    return importlib.import_module(f"kernels.kda.{modules[name]}")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _core(name: str, problem: Problem, inputs: Inputs, segments: Segments):
+    out, final, _ = _backend(name).forward(problem, inputs, segments)
+    return out, final
+
+
+def _core_forward(name, problem, inputs, segments):
+    out, final, residuals = _backend(name).forward(problem, inputs, segments)
+    return (out, final), (inputs, segments, residuals)
+
+
+def _core_backward(name, problem, saved, cotangents):
+    inputs, segments, residuals = saved
+    return _backend(name).backward(problem, inputs, segments, residuals, *cotangents), None
+
+
+_core.defvjp(_core_forward, _core_backward)

@@ -1,0 +1,163 @@
+"""Stages of one chunk of C = 64 tokens as pure functions on arrays [..., C, channels].
+
+Letters follow the chunked form of Kimi Delta Attention (arXiv 2510.26692): with E the decay factor
+of each token and D(j, i) the product of E over the tokens j+1 .. i (C is a power of two),
+
+    L_ij = beta_i sum_d k_id k_jd D(j, i)_d  (j < i)      Aqk_ij = sum_d q_id k_jd D(j, i)_d  (j <=
+    i)
+
+Decay factors are multiplied, never divided, and log decays never subtracted: whatever the decay
+(-1000 a token, or the zero factor that starts a segment), nothing overflows and nothing forgotten
+comes back. For half-sizes n = 1, 2, .. C/2 the second half of each block of 2n tokens meets its
+first half, with D split at the boundary into two factors of at most 1 (`halves`).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+CHUNK = 64
+
+
+def dot(x: jax.Array, y: jax.Array, contract: str, dtype=None) -> jax.Array:
+    """Batched matrix product over the leading axes, accumulated in float32.
+
+    contract names the contracted axis of each operand among its last two: "ab" contracts x's last
+    with y's last but one (the plain product), "bb" both last, "aa" both last but one. Operands
+    are rounded to dtype first where given.
+    """
+    batch = tuple(range(x.ndim - 2))
+    last, other = x.ndim - 1, x.ndim - 2
+    axes = {"ab": (last, other), "bb": (last, last), "aa": (other, other)}[contract]
+    if dtype is not None:
+        x, y = x.astype(dtype), y.astype(dtype)
+    return jax.lax.dot_general(
+        x,
+        y,
+        (((axes[0],), (axes[1],)), (batch, batch)),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def blocks(x: jax.Array, n: int) -> jax.Array:
+    """[..., C, D] -> [..., C / 2n, 2, n, D]: blocks of 2n tokens, each as two halves."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] // (2 * n), 2, n, x.shape[-1])
+
+
+class Level(NamedTuple):
+    """Decay factors of half-size n: the products of D on both sides of each block's middle."""
+
+    n: int
+    prefix: jax.Array  # [..., C / 2n, n, K], second halves: middle to token, inclusive
+    suffix: jax.Array  # [..., C / 2n, n, K], first halves: after token to middle
+
+
+def halves(factor: jax.Array) -> tuple[list[Level], jax.Array, jax.Array]:
+    """From decay factors [..., C, K] to the levels n = 1, 2, .. C/2 and, for the whole chunk, the
+    inclusive products from its start (prefix) and the products after each token to its end
+    (suffix).
+    """
+    shape = factor.shape
+    prefix, suffix, n, levels = factor, jnp.ones_like(factor), 1, []
+    while n < shape[-2]:
+        prefix, suffix = blocks(prefix, n), blocks(suffix, n)
+        levels.append(Level(n, prefix[..., 1, :, :], suffix[..., 0, :, :]))
+        left, right = prefix[..., 0, -1:, :], prefix[..., 1, -1:, :]
+        prefix = jnp.stack([prefix[..., 0, :, :], prefix[..., 1, :, :] * left], axis=-3)
+        suffix = jnp.stack([suffix[..., 0, :, :] * right, suffix[..., 1, :, :]], axis=-3)
+        prefix, suffix = prefix.reshape(shape), suffix.reshape(shape)
+        n *= 2
+    return levels, prefix, suffix
+
+
+def intra(levels, q, k, beta, dtype):
+    """Below the diagonal: L by level (a list of [..., C / 2n, n, n]) and Aqk [..., C, C]."""
+    below = []
+    scores = jnp.sum(q * k, -1)[..., None, None]  # blocks of one token: the diagonal
+    for level in levels:
+        rows, columns = level_operands(level, q, beta * k, k)
+        both = dot(rows, columns, "bb", dtype)
+        lower, cross = both[..., : level.n, :], both[..., level.n :, :]
+        below.append(lower)
+        scores = _join(scores, cross)
+    return below, scores[..., 0, :, :]
+
+
+def level_operands(level: Level, q, beta_k, k):
+    """Rows [..., C / 2n, 2n, K] (beta k over q, decayed from the middle) and columns
+    [..., C / 2n, n, K] (k, decayed to the middle) of a level's product."""
+    n = level.n
+    rows = [blocks(x, n)[..., 1, :, :] * level.prefix for x in (beta_k, q)]
+    return jnp.concatenate(rows, axis=-2), blocks(k, n)[..., 0, :, :] * level.suffix
+
+
+def solve(below) -> jax.Array:
+    """(I + L)^-1 [..., C, C] from L's blocks by level.
+
+    Doubles inverted diagonal blocks: each off-diagonal block is -X22 L X11. Exact for identical
+    keys without decay, where a Neumann series of C terms cancels catastrophically.
+    """
+    inverse = jnp.ones_like(below[0][..., :1, :1])
+    inverse = jnp.concatenate([inverse, inverse], axis=-3)
+    for lower in below:
+        pairs = inverse.reshape(*inverse.shape[:-3], -1, 2, *inverse.shape[-2:])
+        first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        inverse = _join(inverse, -dot(dot(second, lower, "ab"), first, "ab"))
+    return inverse[..., 0, :, :]
+
+
+def _join(diagonal: jax.Array, cross: jax.Array) -> jax.Array:
+    """Blocks [..., 2m, n, n] and what lies below each pair [..., m, n, n] -> [..., m, 2n, 2n]."""
+    pairs = diagonal.reshape(*diagonal.shape[:-3], -1, 2, *diagonal.shape[-2:])
+    top = jnp.concatenate([pairs[..., 0, :, :], jnp.zeros_like(cross)], axis=-1)
+    bottom = jnp.concatenate([cross, pairs[..., 1, :, :]], axis=-1)
+    return jnp.concatenate([top, bottom], axis=-2)
+
+
+def below_block(x: jax.Array, n: int) -> jax.Array:
+    """Of [..., C, C], the blocks [..., C / 2n, n, n] where second halves meet first halves."""
+    m = x.shape[-1] // (2 * n)
+    tiles = x.reshape(*x.shape[:-2], m, 2, n, m, 2, n)[..., :, 1, :, :, 0, :]
+    tiles = jnp.moveaxis(jnp.diagonal(tiles, axis1=-4, axis2=-2), -1, -3)
+    return tiles
+
+
+def intra_backward(levels, q, k, beta, d_lower, d_scores, dtype):
+    """Gradients through `intra`, from those of L and Aqk [..., C, C] (only entries j < i of d_lower
+    and j <= i of d_scores count).
+
+    Returns d_q, what `beta k` gets as rows of L, and what k gets as columns of both, each [..., C,
+    K].
+    """
+    own = jnp.diagonal(d_scores, axis1=-2, axis2=-1)[..., None]
+    d_q, d_rows, d_columns = own * k, jnp.zeros_like(k), own * q
+    for level in levels:
+        n = level.n
+        rows, columns = level_operands(level, q, beta * k, k)
+        d_both = jnp.concatenate([below_block(d_lower, n), below_block(d_scores, n)], axis=-2)
+        to_rows = dot(d_both, columns, "ab", dtype)
+        d_rows += _second(to_rows[..., :n, :] * level.prefix, q.shape)
+        d_q += _second(to_rows[..., n:, :] * level.prefix, q.shape)
+        d_columns += _first(dot(d_both, rows, "aa", dtype) * level.suffix, q.shape)
+    return d_q, d_rows, d_columns
+
+
+def _second(x: jax.Array, shape) -> jax.Array:
+    return jnp.stack([jnp.zeros_like(x), x], axis=-3).reshape(shape)
+
+
+def _first(x: jax.Array, shape) -> jax.Array:
+    return jnp.stack([x, jnp.zeros_like(x)], axis=-3).reshape(shape)
+
+
+def normalize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x / sqrt(sum x^2 + 1e-6) over the last axis, and the reciprocal root [..., 1]."""
+    rstd = jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
+    return x * rstd, rstd
+
+
+def normalize_backward(y: jax.Array, rstd: jax.Array, d_y: jax.Array) -> jax.Array:
+    """Gradient of x, from y = x rstd and d_y. Finite for x = 0."""
+    return rstd * (d_y - y * jnp.sum(y * d_y, -1, keepdims=True))

@@ -1,0 +1,20 @@
+"""Helpers for `shard_map`'s varying-axes types (check_vma=True); nothing to do without them."""
+
+import jax
+
+
+def varying_axes(tree) -> frozenset:
+    """Mesh axes over which any array of the tree is typed as varying."""
+    kinds = (jax.typeof(x).mat.varying for x in jax.tree.leaves(tree))
+    return frozenset().union(*kinds)
+
+
+def vary(tree, axes):
+    """The same values, typed as varying over `axes` (a name or names) too."""
+    axes = {axes} if isinstance(axes, str) else set(axes)
+
+    def one(x):
+        missing = tuple(sorted(axes - jax.typeof(x).mat.varying))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(one, tree)

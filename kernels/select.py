@@ -1,0 +1,35 @@
+"""The one place that asks which device a computation is for."""
+
+import jax
+
+IMPLEMENTATIONS = ("mosaic_tpu", "chunked", "recurrent")
+
+
+def choose(implementation: str | None, like: jax.Array | None = None) -> str:
+    """The implementation to run: the one named, or for None "mosaic_tpu" on TPU and "chunked"
+    elsewhere.
+
+    The device is that of the mesh in context (inside `jax.shard_map` or `jax.set_mesh`), else of
+    the mesh that `like` (an operand) is sharded over, else JAX's default device. A mesh answers
+    also when only compiling for a TPU that is not there.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if implementation is None:
+        return "mosaic_tpu" if _platform(like) == "tpu" else "chunked"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"kda: implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
+        )
+    return implementation
+
+
+def _platform(like: jax.Array | None) -> str:
+    meshes = [jax.sharding.get_abstract_mesh()]
+    if like is not None:
+        meshes.append(jax.typeof(like).sharding.mesh)
+    for mesh in meshes:
+        if mesh.abstract_device is not None:
+            return mesh.abstract_device.platform
+    return jax.default_backend()
