@@ -69,6 +69,8 @@ class ModelConfig:
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"config.model.{name} = {getattr(self, name)}; it must be >= 1")
+        if self.conv_width < 2:
+            raise ValueError(f"config.model.conv_width = {self.conv_width}; it must be >= 2")
         for name in ("norm_eps", "init_std"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"config.model.{name} = {getattr(self, name)}; it must be > 0")
@@ -102,7 +104,6 @@ _SIZES = (
     "key_dim",
     "value_dim",
     "gate_rank",
-    "conv_width",
     "attention_heads",
     "attention_kv_heads",
     "attention_head_dim",

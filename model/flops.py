@@ -18,7 +18,7 @@ _TRAIN = 3  # forward and backward over forward
 def train_flops_per_token(cfg: ModelConfig) -> float:
     """Everything but attention's scores and their values: the same for every token.
 
-    6 a weight of every matrix (the embedding's rows are read, not multiplied), plus convolutions and
+    6 a weight of every matrix (the embedding is read, not multiplied), plus convolutions and
     KDA. KDA's count does not depend on row length, packing or ranks.
     """
     forward = 2.0 * cfg.width * cfg.vocab_size  # the head, without the vocabulary's padding

@@ -92,7 +92,9 @@ def param_specs(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def init_params(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
-    """Initial parameters, float32, the same on every mesh; jit it with `param_shardings`.
+    """Initial parameters, float32; jit it with `param_shardings`.
+
+    The same on every mesh, but for a float32 rounding or two.
 
     A parameter's key is made from its name: a parameter added elsewhere leaves the others alone.
     """

@@ -4,7 +4,7 @@
     /tmp/hf/bin/python tests/golden/make_kimi_linear.py
 
 The model's own code runs with its casts to float32 lifted to float64, so that the file holds what
-the formulas say, to the last digit of float32. Names in the file are the model's own: "w:" a weight,
+the formulas say, to the last digit of float32. Names are the model's own: "w:" a weight,
 "g:" the loss's gradient with respect to it; two rows of 70 tokens (more than a chunk, no multiple).
 """
 
