@@ -1,0 +1,239 @@
+"""The command line: flags, the config file and its overrides, with every mistake as one line.
+
+config_flags does the work. Before it sees the command line, each override is looked up and its
+value put into the form that config_flags takes, because its own errors are tracebacks and it
+refuses what is plainly meant (1e3 for a whole number).
+"""
+
+import difflib
+import importlib.util
+import os
+import sys
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+# Our own set of flags: libraries define theirs in flags.FLAGS, which are no options of ours.
+_FLAGS = flags.FlagValues()
+flags.DEFINE_string(
+    "workdir", "", "Folder of the run. Default: runs/<config name>.", flag_values=_FLAGS
+)
+flags.DEFINE_string(
+    "init_from",
+    "",
+    "Workdir of another run: start a new training from its newest parameters.",
+    flag_values=_FLAGS,
+)
+flags.DEFINE_string(
+    "coordinator",
+    "",
+    "host:port of process 0, where several processes train together. On a TPU pod JAX finds it.",
+    flag_values=_FLAGS,
+)
+flags.DEFINE_integer("processes", 0, "Number of processes; 0: what JAX finds.", flag_values=_FLAGS)
+flags.DEFINE_integer("process_id", -1, "This process's number, from 0.", flag_values=_FLAGS)
+flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=_FLAGS)
+_OWN = ("config", "workdir", "init_from", "coordinator", "processes", "process_id", "help")
+
+
+def parse(argv: list[str]) -> tuple[ConfigDict, flags.FlagValues]:
+    """The locked config with its overrides, and the other flags.
+
+    Args:
+        argv: as sys.argv.
+
+    Raises:
+        ValueError: one line that names the flag or option and says what works.
+        SystemExit: help was asked for and shown.
+    """
+    if {"--help", "-h", "-help"} & set(argv):
+        print(_help())
+        raise SystemExit(0)
+    path, overrides, rest = _split(argv[1:])
+    config = _load(path)
+    canonical = [_canonical(config, name, value) for name, value in overrides]
+    arguments = [argv[0], f"--config={path}", *canonical, *rest]
+    holder = config_flags.DEFINE_config_file(
+        "config", lock_config=True, flag_values=_FLAGS, sys_argv=arguments
+    )
+    try:
+        left = _FLAGS(arguments)
+    except (flags.Error, ValueError, TypeError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if len(left) > 1:
+        raise ValueError(f"{left[1]!r}: is no flag; needs --name=value; try --help")
+    _check_processes()
+    return holder.value, _FLAGS
+
+
+def _help() -> str:
+    shown = "\n".join(f"  --{name}: {_FLAGS[name].help}" for name in _OWN if name in _FLAGS)
+    return (
+        "usage: python train.py --config configs/kda_cp4.py [--config.group.option=value ...]\n"
+        f"  --config: the config file; every option is in configs/base.py\n{shown}"
+    )
+
+
+def _split(arguments: list[str]) -> tuple[str, list[tuple[str, str | None]], list[str]]:
+    """The config's path; (dotted option, value or None) of each override; all other arguments."""
+    path, overrides, rest = None, [], []
+    index = 0
+    while index < len(arguments):
+        argument = arguments[index]
+        index += 1
+        name, equals, value = argument.partition("=")
+        bare = name.lstrip("-")
+        negated = bare.startswith("noconfig.")
+        if not name.startswith("-") or not (bare.startswith("config") or negated):
+            rest.append(argument)
+            continue
+        given = value if equals else None
+        follows = index < len(arguments) and not arguments[index].startswith("--")
+        if not equals and not negated and follows:
+            given = arguments[index]
+            index += 1
+        if bare == "config":
+            path = given
+        elif negated:
+            overrides.append((bare.removeprefix("noconfig."), "false"))
+        elif bare.startswith("config."):
+            overrides.append((bare.removeprefix("config."), given))
+        else:
+            rest.append(argument)
+    if not path:
+        raise ValueError(
+            "--config: is missing; needs a config file; try --config configs/kda_cp4.py"
+        )
+    return path, overrides, rest
+
+
+def _load(path: str) -> ConfigDict:
+    if not os.path.isfile(path):
+        folder = os.path.dirname(path) or "."
+        try:
+            names = sorted(n for n in os.listdir(folder) if n.endswith(".py") and n[0] != "_")
+        except OSError:
+            names = []
+        close = difflib.get_close_matches(os.path.basename(path), names, 1) or ["kda_cp4.py"]
+        near = os.path.join(folder if names else "configs", close[0])
+        raise ValueError(f"--config={path}: there is no such file; try {near}")
+    try:
+        spec = importlib.util.spec_from_file_location("config_file", path)
+        if spec is None or spec.loader is None:
+            raise ValueError("it is no Python file")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        config = module.get_config()
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise ValueError(
+            f"--config={path}: cannot be read ({type(error).__name__}: {text}); "
+            "needs a function get_config() as in configs/smoke.py"
+        ) from None
+    if not isinstance(config, ConfigDict):
+        raise ValueError(
+            f"--config={path}: get_config() must return the ConfigDict of configs/base.py"
+        )
+    return config
+
+
+def _canonical(config: ConfigDict, name: str, value: str | None) -> str:
+    current = _lookup(config, name)
+    if isinstance(current, ConfigDict):
+        raise ValueError(
+            f"config.{name}: is a group of options; set one of them, "
+            f"such as --config.{name}.{next(iter(current))}=..."
+        )
+    if value is None:
+        if not isinstance(current, bool):
+            raise ValueError(f"config.{name}: needs a value; try --config.{name}={current}")
+        value = "true"
+    return f"--config.{name}={_value(name, current, value)}"
+
+
+def _lookup(config: ConfigDict, name: str) -> Any:
+    here: Any = config
+    done: list[str] = []
+    for part in name.split("."):
+        if not isinstance(here, ConfigDict):
+            raise ValueError(f"config.{name}: config.{'.'.join(done)} is an option, not a group")
+        if part not in here:
+            raise ValueError(f"config.{name}: there is no such option; try {_near(config, name)}")
+        here = here[part]
+        done.append(part)
+    return here
+
+
+def _near(config: ConfigDict, name: str) -> str:
+    """The options that the name may have meant."""
+    every = [f"{g}.{o}" for g, options in config.items() for o in options]
+    close = difflib.get_close_matches(name, every, 2, 0.6)
+    last = name.split(".")[-1]
+    close += [option for option in every if option.split(".")[-1] == last]
+    close = list(dict.fromkeys(close)) or ["one of configs/base.py"]
+    return " or ".join(f"config.{c}" if "." in c and " " not in c else c for c in close)
+
+
+def _value(name: str, current: Any, text: str) -> str:
+    """The text in the form that config_flags takes for an option of this type."""
+    if isinstance(current, bool):
+        return _bool(name, text)
+    if isinstance(current, int):
+        return _int(name, current, text)
+    if isinstance(current, float):
+        try:
+            float(text)
+        except ValueError:
+            raise ValueError(f"config.{name}={text}: needs a number; try {current}") from None
+        return text
+    # Texts: "none" is what people write for an option that is off.
+    return "" if text.lower() == "none" else text
+
+
+def _bool(name: str, text: str) -> str:
+    if text.lower() in _TRUE:
+        return "true"
+    if text.lower() in _FALSE:
+        return "false"
+    raise ValueError(f"config.{name}={text}: needs true or false; try true")
+
+
+def _int(name: str, current: int, text: str) -> str:
+    try:
+        return str(int(text.replace("_", "")))
+    except ValueError:
+        pass
+    try:
+        number = float(text)
+    except ValueError:
+        needs = "0 where it is to be off" if text.lower() == "none" else "a whole number"
+        raise ValueError(f"config.{name}={text}: needs {needs}; try {current or 0}") from None
+    if not number.is_integer():
+        near = f"{int(number)}" if abs(number) < 1e15 else f"{current}"
+        raise ValueError(f"config.{name}={text}: needs a whole number; try {near}")
+    return str(int(number))
+
+
+def _check_processes() -> None:
+    coordinator, count, number = _FLAGS.coordinator, _FLAGS.processes, _FLAGS.process_id
+    if not coordinator:
+        if count > 1 or number >= 0:
+            raise ValueError(
+                f"--coordinator: is missing; --processes={count} --process_id={number} need it; "
+                "try --coordinator=localhost:1234"
+            )
+        return
+    if count < 1:
+        raise ValueError(f"--processes={count}: needs the number of processes; try --processes=2")
+    if not 0 <= number < count:
+        raise ValueError(f"--process_id={number}: needs 0 to {count - 1}; try --process_id=0")
+    if ":" not in coordinator:
+        raise ValueError(f"--coordinator={coordinator}: needs host:port; try {coordinator}:1234")
+
+
+def config_name(argv_path: str) -> str:
+    """kda_cp4 for configs/kda_cp4.py: the name of the run's folder."""
+    return os.path.splitext(os.path.basename(argv_path))[0]

@@ -1,0 +1,30 @@
+"""The main config: KDA over a 4-way context axis, on one machine's CPU as it stands.
+
+    python train.py --config configs/kda_cp4.py
+
+Heads are K = V = 128, what the TPU kernels take: the same file runs on four TPU chips.
+"""
+
+from configs import base
+
+
+def get_config():
+    """Four layers of width 256 on rows of 2048 tokens, each cut over four devices."""
+    config = base.get_config()
+    with config.unlocked():
+        config.mesh.context = 4
+        config.train.steps = 300
+        config.data.rows = 2
+        config.data.sequence_length = 1024
+        config.model.width = 256
+        config.model.repeats = 4
+        config.model.ffn_dim = 512
+        config.model.heads = 2
+        config.model.compute_dtype = "float32"
+        config.optimizer.learning_rate = 3e-3
+        config.optimizer.schedule_steps = 300
+        config.optimizer.warmup_steps = 20
+        config.eval.every = 100
+        config.eval.batches = 16
+        config.checkpoint.every = 100
+    return config

@@ -1,0 +1,449 @@
+"""Trains a model: python train.py --config configs/kda_cp4.py [--config.train.steps=20 ...]
+
+The same command again goes on from the last checkpoint. A mistake in options or data ends with one
+line on stderr and exit code 2, a failure of the run with one line and exit code 1.
+
+JAX and what needs it are imported inside functions: a mistake is told at once, and JAX must not
+start before it is said which devices to use.
+"""
+
+import dataclasses
+import glob
+import importlib.util
+import math
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+from configs import base
+from configs import flags as command_line
+from training.signals import Signals
+
+HEARTBEAT_SECONDS = 30  # a process that is silent for so long is dead, and the others stop
+
+
+def main(argv: list[str]) -> int:
+    """Runs to the end of the training, or to a signal; returns the exit code."""
+    signals = Signals()  # first of all: a process that is starting can be told to stop as well
+    try:
+        config, flags = command_line.parse(argv)
+        base.check(config)
+    except ValueError as error:
+        return fail(error, 2)
+    try:
+        start_jax(config, flags)
+        return train(config, flags, signals)
+    except ValueError as error:
+        if not str(error).startswith(("config.", "--")):
+            raise
+        return fail(error, 2)
+    except SystemExit:
+        raise
+    except Exception as error:
+        return failed(error)
+
+
+def fail(error: object, code: int) -> int:
+    """One line on stderr."""
+    print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+    return code
+
+
+def failed(error: Exception) -> int:
+    """A failure while running: one line where its kind is known, else the traceback."""
+    from checkpoints.manager import CheckpointError, first_line
+    from training.report import NonFiniteError
+
+    if isinstance(error, CheckpointError):
+        return fail(error, 1)
+    if isinstance(error, NonFiniteError):
+        return fail(
+            f"{error}: not finite, so it is not saved; try a lower config.optimizer.learning_rate, "
+            "or --config.train.skip_nonfinite=true",
+            1,
+        )
+    import jax
+
+    if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
+        return fail(
+            f"process {jax.process_index()}: a step failed, as it does when another process has "
+            f"died ({first_line(error)}); start all processes again to go on from the last "
+            "checkpoint",
+            1,
+        )
+    traceback.print_exception(error)
+    return 1
+
+
+def start_jax(config: Any, flags: Any) -> None:
+    """Chooses devices, before JAX looks for any. Multi-process runs meet here.
+
+    Raises:
+        ValueError: the devices of a process do not fit the mesh.
+    """
+    needed = math.prod(config.mesh.values())
+    if "JAX_PLATFORMS" not in os.environ and not accelerator():
+        # Without this libtpu, which is installed everywhere, looks for a TPU and warns.
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        processes = max(flags.processes, 1)
+        if needed % processes:
+            raise ValueError(
+                f"--processes={processes}: needs a divisor of the mesh's devices ({needed}); "
+                f"try --processes=1"
+            )
+        jax.config.update("jax_num_cpu_devices", needed // processes)
+    if config.train.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", config.train.compilation_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    # The trainer handles SIGTERM itself; JAX's own service would take the signal away.
+    jax.config.update("jax_enable_preemption_service", False)
+    if flags.coordinator:
+        jax.distributed.initialize(
+            flags.coordinator,
+            flags.processes,
+            flags.process_id,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+        )
+    elif tpu_pod():
+        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
+
+
+def accelerator() -> bool:
+    """Whether this machine shows a TPU, or an NVIDIA GPU that the JAX installed here can use."""
+    devices = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
+    named = any(name in os.environ for name in ("TPU_NAME", "TPU_WORKER_ID", "COLAB_TPU_ADDR"))
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    gpu = os.path.exists("/dev/nvidiactl") and any(map(importlib.util.find_spec, plugins))
+    return bool(devices) or named or gpu
+
+
+def tpu_pod() -> bool:
+    """Whether several TPU hosts were started together, which find each other."""
+    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
+    return accelerator() and len(hosts.split(",")) > 1
+
+
+@dataclasses.dataclass
+class Parts:
+    """What a run is made of, before anything is compiled."""
+
+    config: Any
+    workdir: str
+    mesh: Any  # jax.sharding.Mesh
+    model: Any  # model.config.ModelConfig
+    loader: Any  # data.loader.Loader of the training documents
+    validation: Any  # and of the held-out ones
+    optimizer: Any
+    schedule: Any
+    shapes: Any  # training.state.TrainState of jax.ShapeDtypeStruct
+    goodput: Any
+
+
+def build(config: Any, workdir: str) -> Parts:
+    """Raises ValueError: one line, naming an option that cannot work with these data or devices."""
+    import jax
+    import psutil
+
+    from data.loader import make_loader
+    from data.options import DataConfig
+    from model.config import check_mesh
+    from training.goodput import Goodput
+    from training.optimizer import OptimizerConfig, make_optimizer, make_schedule
+    from training.state import state_shapes
+
+    age = time.time() - psutil.Process().create_time()
+    path = os.path.join(workdir, "goodput.json") if jax.process_index() == 0 else ""
+    goodput = Goodput(path, age)
+    mesh = make_mesh(config.mesh)
+    data = DataConfig(**config.data)
+    seed, windows = config.train.seed, config.train.windows_per_step
+    loader = make_loader(data, split="train", mesh=mesh, seed=seed, windows=windows)
+    limit = config.eval.batches
+    validation = make_loader(data, split="eval", mesh=mesh, seed=seed, max_batches=limit)
+    model = model_config(config, loader.tokenizer.vocab_size)
+    check_mesh(model, mesh.shape)
+    options = dict(config.optimizer)
+    options["schedule_steps"] = options["schedule_steps"] or config.train.steps
+    optimizer = make_optimizer(OptimizerConfig(**options), model)
+    shapes = state_shapes(model, mesh, optimizer, data.rows, config.train.spike_window)
+    schedule = make_schedule(OptimizerConfig(**options))
+    return Parts(
+        config, workdir, mesh, model, loader, validation, optimizer, schedule, shapes, goodput
+    )
+
+
+def make_mesh(mesh: Any) -> Any:
+    """The mesh of config.mesh over all devices of all processes."""
+    import jax
+
+    axes = dict(mesh)
+    needed, found = math.prod(axes.values()), jax.device_count()
+    if needed != found:
+        raise ValueError(
+            f"config.mesh: {' x '.join(map(str, axes.values()))} ({' x '.join(axes)}) needs "
+            f"{needed} devices; there are {found} ({jax.devices()[0].device_kind}); "
+            f"try {_fitting_mesh(axes, found)}"
+        )
+    names = ("data", "fsdp", "context", "tensor")
+    types = (jax.sharding.AxisType.Auto,) * len(names)
+    return jax.make_mesh(tuple(axes[name] for name in names), names, axis_types=types)
+
+
+def _fitting_mesh(axes: dict[str, int], devices: int) -> str:
+    """The change of one axis that takes all devices, the context axis first."""
+    for name in ("context", "data", "fsdp", "tensor"):
+        rest = math.prod(axes.values()) // axes[name]
+        if devices % rest == 0:
+            return f"--config.mesh.{name}={devices // rest}"
+    return f"--config.mesh.context={devices} and 1 for the others"
+
+
+def model_config(config: Any, vocab_size: int) -> Any:
+    """config.model as the frozen record that the model takes."""
+    from model.config import ModelConfig
+
+    options = dict(config.model)
+    options["pattern"] = tuple(options["pattern"].replace(",", " ").split())
+    if options["kda_implementation"] == "auto":
+        options["kda_implementation"] = None
+    return ModelConfig(vocab_size=vocab_size, **options)
+
+
+def open_checkpoints(parts: Parts, say: Any) -> Any:
+    """The manager of this run's checkpoints."""
+    from checkpoints.manager import Manager, Retention
+
+    options = parts.config.checkpoint
+    retention = Retention(options.keep_last, options.keep_every, options.keep_best)
+    return Manager(checkpoint_folder(options.directory, parts.workdir), retention, say)
+
+
+def checkpoint_folder(directory: str, workdir: str) -> str:
+    """An absolute path, or one with a scheme such as gs:// as it is."""
+    folder = directory or os.path.join(workdir, "checkpoints")
+    return folder if "://" in folder else os.path.abspath(folder)
+
+
+def first_state(parts: Parts, manager: Any, init_from: str, say: Any) -> tuple[Any, int]:
+    """(state, steps done): from the newest checkpoint, or --init_from, or the seed."""
+    from training import goodput
+    from training.state import flatten, init_state, unflatten
+
+    restored = manager.restore_latest(
+        lambda facts: resume_target(parts, facts, say), parts.config.checkpoint.damaged
+    )
+    if restored is not None:
+        manager.move_broken(restored.step)
+        lived = goodput.read(os.path.join(parts.workdir, "goodput.json"))
+        parts.goodput.resume(restored.facts["goodput"], lived)
+        say(f"resumed from step {restored.step} of {manager.directory}")
+        return unflatten(parts.shapes, filled(parts, restored.arrays)), restored.step
+    train, data = parts.config.train, parts.config.data
+    state = init_state(
+        parts.model, parts.mesh, parts.optimizer, data.rows, train.spike_window, train.seed
+    )
+    if init_from:
+        arrays = {**flatten(state), **other_parameters(parts, init_from, say)}
+        state = unflatten(state, arrays)
+    return state, 0
+
+
+def resume_target(parts: Parts, facts: dict[str, Any], say: Any) -> dict[str, Any]:
+    """The arrays to restore. Moves the loader to the checkpoint's position.
+
+    Raises:
+        CheckpointError: of another model; or of other data, where that is not to be started anew.
+    """
+    from checkpoints.manager import CheckpointError
+    from training import resume
+    from training.state import flatten
+
+    found = resume.differences(facts["config"], parts.config.to_dict())
+    if found.model:
+        raise CheckpointError(
+            f"the checkpoint is of another model: {found.model[0]}; "
+            "try the config that wrote it, or another --workdir"
+        )
+    if found.other:
+        say("changed since the checkpoint: " + "; ".join(found.other))
+    wanted = flatten(parts.shapes)
+    try:
+        parts.loader.restore(facts["data"])
+    except ValueError as error:
+        if parts.config.checkpoint.data_change == "refuse":
+            raise CheckpointError(
+                f"{error}, or --config.checkpoint.data_change=restart to go on with new data"
+            ) from None
+        say(f"data starts anew, with an empty carry ({error})")
+        wanted = {n: array for n, array in wanted.items() if not n.startswith("carry/")}
+    return wanted
+
+
+def filled(parts: Parts, arrays: dict[str, Any]) -> dict[str, Any]:
+    """The arrays, with an empty carry where none was restored."""
+    from training.state import empty_carry, flatten
+
+    if flatten(parts.shapes).keys() == arrays.keys():
+        return arrays
+    carry = empty_carry(parts.model, parts.mesh, parts.config.data.rows)
+    return {**arrays, **flatten({"carry": carry})}
+
+
+def other_parameters(parts: Parts, workdir: str, say: Any) -> dict[str, Any]:
+    """The parameters of another run's newest whole checkpoint."""
+    from checkpoints.manager import CheckpointError, Manager
+    from training import resume
+    from training.state import flatten
+
+    def target(facts: dict[str, Any]) -> dict[str, Any]:
+        found = resume.differences(facts["config"], parts.config.to_dict())
+        if found.model:
+            raise CheckpointError(f"--init_from={workdir}: another model, {found.model[0]}")
+        return {n: a for n, a in flatten(parts.shapes).items() if n.startswith("params/")}
+
+    folder = checkpoint_folder("", workdir)
+    restored = Manager(folder, None, say).restore_latest(target, "stop")
+    if restored is None:
+        raise CheckpointError(f"--init_from={workdir}: there is no checkpoint in {folder}")
+    say(f"parameters from step {restored.step} of {folder}")
+    return restored.arrays
+
+
+@dataclasses.dataclass
+class Saver:
+    """Saves the state with what belongs to it: data position, config, time spent."""
+
+    parts: Parts
+    manager: Any
+
+    def save(self, step: int, state: Any, score: float | None) -> None:
+        from training.state import flatten
+
+        facts = {
+            "config": self.parts.config.to_dict(),
+            "data": self.parts.loader.state(),
+            "goodput": self.parts.goodput.seconds(),
+        }
+        self.manager.save(step, flatten(state), facts, score)
+
+    def check(self) -> None:
+        self.manager.check()
+
+
+def train(config: Any, flags: Any, signals: Signals) -> int:
+    """Builds, resumes, compiles, trains and saves. Returns the exit code."""
+    import jax
+
+    from training import loop
+    from training.metrics import Writers
+
+    name = command_line.config_name(flags["config"].config_filename)
+    workdir = flags.workdir or os.path.join("runs", name)
+    primary = jax.process_index() == 0
+
+    def say(line: str) -> None:
+        if primary:
+            print(line, flush=True)
+
+    parts = build(config, workdir)
+    manager = open_checkpoints(parts, say)
+    state, start = first_state(parts, manager, flags.init_from, say)
+    if start >= config.train.steps:
+        say(f"step {start} of config.train.steps={config.train.steps} is done: nothing to train")
+        return 0
+    writers = Writers(workdir, start, config.train.steps, primary=primary)
+    try:
+        job = make_job(parts, manager, state, start, signals, writers)
+        step, why = loop.run(job)
+        with parts.goodput.during("checkpoint"):
+            manager.close()
+        parts.goodput.write()
+        conclude(parts, step, why, signals, job, writers.say)
+    finally:
+        writers.close()
+        parts.loader.close()
+    return 0
+
+
+def make_job(parts: Parts, manager: Any, state: Any, start: int, signals: Any, writers: Any) -> Any:
+    """Compiles the step and ties the loop's pieces together."""
+    from training import loop
+    from training.evaluate import Evaluator
+    from training.profiler import Profiler
+    from training.report import Meter
+
+    config, data = parts.config, parts.config.data
+    step, votes, peak = compile_step(parts, signals, writers)
+    slots = data.rows * data.sequence_length * config.train.windows_per_step
+    meter = Meter(slots, parts.model, peak, skip_nonfinite=config.train.skip_nonfinite)
+    evaluate = Evaluator(
+        parts.model,
+        parts.mesh,
+        parts.validation,
+        data.rows,
+        parts.goodput,
+        reads_bytes=data.tokenizer == "bytes",
+    )
+    every = loop.Plan(
+        config.train.steps, config.log.every, config.eval.every, config.checkpoint.every
+    )
+    profiler = Profiler(parts.workdir, config.profile.start, config.profile.steps, writers.say)
+    return loop.Job(
+        plan=every,
+        state=state,
+        start=start,
+        step=step,
+        votes=votes,
+        batches=iter(parts.loader),
+        evaluate=evaluate,
+        saver=Saver(parts, manager),
+        meter=meter,
+        writers=writers,
+        goodput=parts.goodput,
+        profiler=profiler,
+        signals=signals,
+    )
+
+
+def compile_step(parts: Parts, signals: Signals, writers: Any) -> tuple[Any, Any, int | None]:
+    """(compiled step, the two arrays of votes, bytes a device that the step needs)."""
+    from training.report import compiled_peak_bytes
+    from training.step import StepConfig, batch_shapes, make_train_step, make_votes
+
+    config, data = parts.config, parts.config.data
+    names = [field.name for field in dataclasses.fields(StepConfig)]
+    options = StepConfig(**{name: config.train[name] for name in names})
+    step = make_train_step(
+        options, parts.model, parts.mesh, parts.optimizer, parts.schedule, parts.shapes
+    )
+    votes = make_votes(parts.mesh)
+    batch = batch_shapes(parts.mesh, config.train.windows_per_step, data.rows, data.sequence_length)
+    began = time.monotonic()
+    with parts.goodput.during("compilation"):
+        compiled = step.lower(parts.shapes, batch, votes[0]).compile()
+    writers.say(f"compiled in {time.monotonic() - began:.1f} s")
+    return compiled, votes, compiled_peak_bytes(compiled)
+
+
+def conclude(parts: Parts, step: int, why: str, signals: Signals, job: Any, say: Any) -> None:
+    """The lines at a run's end."""
+    folder = checkpoint_folder(parts.config.checkpoint.directory, parts.workdir)
+    say(parts.loader.summary())
+    if why == "signal":
+        say(
+            f"{signals.stop or 'a stop'}: saved step {step} in {folder}; "
+            "the same command goes on from there"
+        )
+    elif why == "data":
+        say(f"the data ended after step {step} (config.data.epochs={parts.config.data.epochs})")
+    say(f"step {step} is saved in {folder}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

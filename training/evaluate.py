@@ -1,0 +1,82 @@
+"""Validation: one loss over the held-out documents, with a carry of its own."""
+
+import gzip
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from data.batch import Batch
+from model.config import ModelConfig
+from training.goodput import Goodput
+from training.report import eval_values
+from training.state import empty_carry
+from training.step import make_eval_step
+
+
+class Evaluator:
+    """Call it with parameters. The step is compiled at the first call.
+
+    Args:
+        batches: iterated anew each time, in the same order. rows: rows of a batch.
+        goodput: compilation and evaluation are counted there.
+        reads_bytes: tokens below 256 are bytes: what gzip makes of the same text can be told.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        mesh: Mesh,
+        batches: Iterable[Batch],
+        rows: int,
+        goodput: Goodput,
+        *,
+        reads_bytes: bool,
+    ):
+        self._batches, self._goodput, self._reads_bytes = batches, goodput, reads_bytes
+        self._empty_carry = lambda: empty_carry(cfg, mesh, rows)
+        self._jitted = make_eval_step(cfg, mesh)
+        self._step: Callable[..., Any] | None = None
+        self.gzip: tuple[float, int] | None = None  # (bits a byte, bytes) of the text evaluated
+
+    def __call__(self, params: Any) -> dict[str, float]:
+        """eval/loss (nats a token), eval/bits_per_byte, eval/seconds (compilation left out)."""
+        began = time.perf_counter()
+        compiling = 0.0
+        with self._goodput.during("evaluation"):
+            carry, sums, texts = self._empty_carry(), [], []
+            for batch in self._batches:
+                if self._step is None:
+                    compiling -= time.perf_counter()
+                    with self._goodput.during("compilation"):
+                        self._step = self._jitted.lower(params, carry, batch).compile()
+                    compiling += time.perf_counter()
+                carry, numbers = self._step(params, carry, batch)
+                sums.append(numbers)
+                if self._reads_bytes and self.gzip is None:
+                    texts.append(_texts(batch))
+            values = eval_values(sums)
+            if texts:
+                self.gzip = gzip_bits_per_byte(texts)
+        return values | {"eval/seconds": time.perf_counter() - began - compiling}
+
+
+def gzip_bits_per_byte(texts: list[list[bytes]]) -> tuple[float, int]:
+    """gzip -9 on the same text: (bits a byte, bytes).
+
+    texts: for each batch, the text of each row; a row goes on in the next batch.
+    """
+    text = b"".join(piece for row in zip(*texts) for piece in row)
+    if not text:
+        return 0.0, 0
+    return 8 * len(gzip.compress(text, 9)) / len(text), len(text)
+
+
+def _texts(batch: Batch) -> list[bytes]:
+    """The bytes that each row's targets stand for; all windows of a row one after another."""
+    targets = np.moveaxis(jax.device_get(batch.targets), 1, 0)
+    counts = np.moveaxis(jax.device_get(batch.target_bytes), 1, 0)
+    return [bytes(t[c > 0].astype(np.uint8)) for t, c in zip(targets, counts)]

@@ -1,0 +1,102 @@
+"""The optimizer: one optax chain, its schedule, and rules that cover every parameter."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+
+from model.config import ModelConfig
+from model.sharding import decay_mask, muon_mask
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """`config.optimizer`, whose comments in configs/base.py say what each option is."""
+
+    name: str
+    learning_rate: float
+    schedule: str
+    schedule_steps: int
+    warmup_steps: int
+    decay_steps: int
+    final_fraction: float
+    clip_norm: float
+    weight_decay: float
+    b1: float
+    b2: float
+    eps: float
+    muon_momentum: float
+
+
+def make_schedule(options: OptimizerConfig) -> optax.Schedule:
+    """Updates done so far -> learning rate. After the schedule's end the rate stays."""
+    peak, final = options.learning_rate, options.learning_rate * options.final_fraction
+    if options.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(
+            init_value=0.0 if options.warmup_steps else peak,
+            peak_value=peak,
+            warmup_steps=options.warmup_steps,
+            decay_steps=options.schedule_steps,
+            end_value=final,
+        )
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, peak, options.warmup_steps),
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, final, options.decay_steps),
+        ],
+        boundaries=[options.warmup_steps, options.schedule_steps - options.decay_steps],
+    )
+
+
+def make_optimizer(options: OptimizerConfig, cfg: ModelConfig) -> optax.GradientTransformation:
+    """Clipping, then each parameter's rule by the model's own table. See `rule_names`."""
+    schedule = make_schedule(options)
+
+    def adamw(weight_decay: float) -> optax.GradientTransformation:
+        return optax.adamw(
+            schedule, b1=options.b1, b2=options.b2, eps=options.eps, weight_decay=weight_decay
+        )
+
+    rules = {
+        "adamw": adamw(options.weight_decay),
+        "adamw_no_decay": adamw(0.0),
+        # 0.2 gives Muon's updates the size of AdamW's, so that both share one learning rate
+        # (Liu et al., "Muon is Scalable for LLM Training", 2025).
+        "muon": optax.contrib.muon(
+            schedule,
+            beta=options.muon_momentum,
+            weight_decay=options.weight_decay,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=_matrix_axes,
+        ),
+    }
+    names = rule_names(options.name, cfg)
+    used = set(jax.tree.leaves(names))
+    return optax.chain(
+        optax.clip_by_global_norm(options.clip_norm),
+        optax.partition({name: rules[name] for name in sorted(used)}, names),
+    )
+
+
+def rule_names(optimizer: str, cfg: ModelConfig) -> Any:
+    """Tree of the rule of each parameter: "muon", "adamw" or "adamw_no_decay".
+
+    Muon takes the matrices that the model's table gives it; they decay. The table has a line for
+    every parameter, so every parameter has a rule.
+    """
+
+    def name(muon: bool, decays: bool) -> str:
+        if muon and optimizer == "muon":
+            return "muon"
+        return "adamw" if decays else "adamw_no_decay"
+
+    return jax.tree.map(name, muon_mask(cfg), decay_mask(cfg))
+
+
+def _matrix_axes(params: Any) -> Any:
+    """The last two axes are the matrix; a leading one stacks layers, each taken by itself."""
+    return jax.tree.map(
+        lambda x: optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1), params
+    )

@@ -1,0 +1,39 @@
+"""Traces of a few steps, for TensorBoard's profile page: by config.profile, or on SIGUSR1."""
+
+import os
+from collections.abc import Callable
+
+import jax
+
+from training.metrics import TENSORBOARD
+
+
+class Profiler:
+    """Starts a trace before the first step asked for and ends it after the last.
+
+    Args:
+        workdir: the trace goes below its TensorBoard folder.
+        start: first step to trace; 0: none. steps: steps a trace. say: takes a line for the user.
+    """
+
+    def __init__(self, workdir: str, start: int, steps: int, say: Callable[[str], None]):
+        self._folder = os.path.join(workdir, TENSORBOARD)
+        self._start, self._steps, self._say = start, steps, say
+        self._last: int | None = None  # last step of the trace that is running
+
+    def before(self, step: int, asked: bool) -> None:
+        """Called before a step is dispatched. asked: a trace is wanted from this step on."""
+        if self._last is None and (asked or step == self._start):
+            self._last = step + self._steps - 1
+            jax.profiler.start_trace(self._folder)
+
+    def ends_with(self, step: int) -> bool:
+        """Whether this step is the trace's last: the loop then waits for it and calls `stop`."""
+        return self._last is not None and step >= self._last
+
+    def stop(self) -> None:
+        """Ends a trace that is running and says where it is."""
+        if self._last is not None:
+            jax.profiler.stop_trace()
+            self._say(f"profile of {self._steps} steps: {self._folder}/plugins/profile")
+            self._last = None

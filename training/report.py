@@ -1,0 +1,163 @@
+"""From a step's device numbers to what is reported: learning, speed, memory, goodput."""
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+import jax
+import psutil
+
+from model.config import ModelConfig
+from model.flops import attention_flops_per_token, train_flops_per_token
+
+# Peak bf16 FLOP/s of a chip (JAX device: a core on v2 and v3) by `device_kind`.
+# Google Cloud's TPU pages, "System architecture", one a generation; NVIDIA's data sheets, dense.
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "TPU7x": 2307e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
+
+
+class NonFiniteError(Exception):
+    """A step's loss or gradient is not finite; `step` is its number."""
+
+    def __init__(self, step: int, loss: float, norm: float):
+        super().__init__(f"step {step}: loss {loss}, gradient norm {norm}")
+        self.step, self.loss, self.norm = step, loss, norm
+
+
+@dataclasses.dataclass
+class Interval:
+    """Sums over the steps since the last report; only steps whose time was measured count."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    flops: float = 0.0
+    data_wait: float = 0.0
+
+
+class Meter:
+    """Turns finished steps into numbers.
+
+    Args:
+        slots: tokens of a step, padding included. cfg: for the FLOPs of a token.
+        compiled_peak: bytes a device that the compiled step needs, None where it is not known.
+        skip_nonfinite: such steps were skipped on the device; otherwise they are an error.
+    """
+
+    def __init__(
+        self, slots: int, cfg: ModelConfig, compiled_peak: int | None, *, skip_nonfinite: bool
+    ):
+        self._slots = slots
+        self._flops_per_token = train_flops_per_token(cfg)
+        self._flops_per_key = attention_flops_per_token(cfg, 1.0)
+        self._compiled_peak = compiled_peak
+        self._skip_nonfinite = skip_nonfinite
+        self._interval = Interval()
+        self._done: float | None = None
+        self._process = psutil.Process()
+
+    def start(self) -> None:
+        """The device is idle from here on: the next step's time counts from now."""
+        self._done = time.monotonic()
+
+    def finish(self, step: int, metrics: dict[str, jax.Array], data_wait: float) -> dict[str, Any]:
+        """Waits for a step and returns its numbers, on the host.
+
+        Raises:
+            NonFiniteError: the loss or the gradient is not finite and may not be skipped.
+        """
+        numbers = {k: v.item() for k, v in jax.device_get(metrics).items()}
+        now = time.monotonic()
+        if not numbers["finite"] and not self._skip_nonfinite:
+            raise NonFiniteError(step, numbers["loss"], numbers["grad_norm"])
+        if self._done is not None:
+            self._interval.steps += 1
+            self._interval.seconds += now - self._done
+            self._interval.tokens += numbers["tokens"]
+            self._interval.flops += numbers["tokens"] * self._flops_per_token
+            self._interval.flops += numbers["attended"] * self._flops_per_key
+            self._interval.data_wait += data_wait
+        self._done = now
+        return numbers
+
+    def report(self, numbers: dict[str, Any]) -> dict[str, float]:
+        """The last step's learning numbers, and speed over the steps since the last report."""
+        values = {
+            f"learning/{name}": numbers[name]
+            for name in ("loss", "bits_per_byte", "grad_norm", "learning_rate", "steps_skipped")
+        }
+        if numbers["z_loss"]:
+            values["learning/z_loss"] = numbers["z_loss"]
+        return values | self._speed() | self._memory()
+
+    def _speed(self) -> dict[str, float]:
+        interval, self._interval = self._interval, Interval()
+        if not interval.steps:
+            return {}
+        devices = jax.device_count()
+        step_time = interval.seconds / interval.steps
+        tokens = interval.tokens / interval.seconds
+        rate = interval.flops / interval.seconds / devices  # of real tokens, not of padding
+        values = {
+            "perf/step_time_seconds": step_time,
+            "perf/tokens_per_second": tokens,
+            "perf/tokens_per_second_per_device": tokens / devices,
+            "perf/padded_tokens_per_second": self._slots / step_time,
+            "perf/data_wait_seconds": interval.data_wait / interval.steps,
+            "perf/tflops_per_second_per_device": rate / 1e12,
+        }
+        peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
+        if peak:
+            values["perf/mfu"] = rate / peak
+        return values
+
+    def _memory(self) -> dict[str, float]:
+        values: dict[str, float] = {"memory/host_rss_bytes": self._process.memory_info().rss}
+        if self._compiled_peak is not None:
+            values["memory/compiled_peak_bytes"] = self._compiled_peak
+        peaks = [
+            stats["peak_bytes_in_use"]
+            for stats in (device.memory_stats() for device in jax.local_devices())
+            if stats and "peak_bytes_in_use" in stats  # CPU devices have none
+        ]
+        if peaks:
+            values["memory/peak_bytes_per_device"] = max(peaks)
+        return values
+
+
+def compiled_peak_bytes(compiled: Any) -> int | None:
+    """Bytes that a compiled program needs on a device; None where the backend does not say."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return None
+    # Arguments that are given up hold results: they count once.
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+    )
+
+
+def eval_values(sums: list[dict[str, jax.Array]]) -> dict[str, float]:
+    """One loss over all batches: sums over one global count, added up in float64 on the host."""
+    host = jax.device_get(sums)
+    nll = math.fsum(float(s["nll"]) for s in host)
+    weight = math.fsum(float(s["weight"]) for s in host)
+    count = sum(int(s["bytes"]) for s in host)
+    return {
+        "eval/loss": nll / max(weight, 1.0),
+        "eval/bits_per_byte": nll / math.log(2.0) / max(count, 1),
+    }

@@ -1,0 +1,53 @@
+"""Whether a checkpoint's model is this model, and what else has changed since.
+
+Data is not compared here: the loader knows what a position means and refuses one of other data.
+"""
+
+import dataclasses
+from typing import Any
+
+# What a parameter means, or how many there are. The rest of config.model is how it is computed.
+MODEL = (
+    "width",
+    "pattern",
+    "repeats",
+    "ffn_dim",
+    "heads",
+    "key_dim",
+    "value_dim",
+    "gate_rank",
+    "conv_width",
+    "gate",
+    "gate_lower_bound",
+    "learned_start_state",
+    "carry",
+    "attention_heads",
+    "attention_kv_heads",
+    "attention_head_dim",
+    "tie_embeddings",
+    "norm_eps",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Differences:
+    """Lines "config.x.y a there, b here", by what they mean for going on."""
+
+    model: list[str]
+    other: list[str]
+
+
+def differences(saved: dict[str, Any], current: dict[str, Any]) -> Differences:
+    """Compares two configs as nested dicts; options unknown to either count as other."""
+    found = Differences([], [])
+    for group in sorted({*saved, *current}):
+        old, new = saved.get(group, {}), current.get(group, {})
+        for name in sorted({*old, *new}):
+            if old.get(name) == new.get(name):
+                continue
+            line = f"config.{group}.{name} is {old.get(name)!r} there and {new.get(name)!r} here"
+            if group == "model" and name in MODEL:
+                found.model.append(line)
+            else:
+                found.other.append(line)
+    return found

@@ -1,0 +1,61 @@
+"""Being told to stop (SIGTERM, SIGINT) or to profile (SIGUSR1), at any moment.
+
+The main thread spends its time inside XLA, where Python runs no signal handlers. The interpreter
+writes each signal's number to a socket at once, and a thread reads it there: so a second signal
+ends the process even during a long compilation.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+
+_STOP = (signal.SIGTERM, signal.SIGINT)
+
+
+class Signals:
+    """Installed when made, in the main thread. Ask `stop`, or `take_profile`."""
+
+    def __init__(self):
+        self._stop: signal.Signals | None = None
+        self._profile = threading.Event()
+        self._reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        self._writer = writer  # kept: the interpreter holds only its number
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for number in (*_STOP, signal.SIGUSR1):
+            # Without a Python handler the system's own action would end the process.
+            signal.signal(number, lambda number, frame: None)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    @property
+    def stop(self) -> str | None:
+        """The signal's name once the process was told to stop, else None."""
+        return self._stop.name if self._stop else None
+
+    def take_profile(self) -> bool:
+        """Whether a profile was asked for since the last call."""
+        asked = self._profile.is_set()
+        self._profile.clear()
+        return asked
+
+    def _listen(self) -> None:
+        while True:
+            for number in self._reader.recv(64):
+                if number == signal.SIGUSR1:
+                    self._profile.set()
+                elif number in _STOP:
+                    self._stop_or_end(signal.Signals(number))
+
+    def _stop_or_end(self, number: signal.Signals) -> None:
+        if self._stop:
+            print(f"{number.name} again: ending at once", file=sys.stderr, flush=True)
+            os._exit(128 + number)
+        self._stop = number
+        print(
+            f"{number.name}: stopping after the step in flight and a checkpoint; "
+            "again to end at once",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,235 @@
+"""One training step: loss -> gradient -> update, compiled once.
+
+Axes: W window, B row, T token, A part of the rows (accumulation).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from data.batch import Batch
+from model.config import ModelConfig
+from model.decoder import carry_shardings, forward
+from model.loss import loss_sums
+from model.sharding import CONTEXT, MESH_AXES, ROWS
+from training.state import TrainState
+
+LN2 = math.log(2.0)
+Metrics = dict[str, jax.Array]
+TrainStep = Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """The part of `config.train` that a step is made of; see configs/base.py."""
+
+    accumulation: int = 1
+    z_loss: float = 0.0
+    skip_nonfinite: bool = False
+    spike_deviations: float = 0.0
+
+    @property
+    def may_skip(self) -> bool:
+        return self.skip_nonfinite or self.spike_deviations > 0
+
+
+def make_train_step(
+    options: StepConfig,
+    cfg: ModelConfig,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    shapes: TrainState,
+) -> Any:
+    """jitted (state, batch, votes) -> (state, metrics). The state given is used up (donated).
+
+    Args:
+        shapes: from `state_shapes`: the new state lies where the old one did.
+
+    batch: [W, B, T]; the gradient flows back through all W windows. votes: int32 [devices], each
+    process's wish to stop; metrics["stop"] is their maximum, so that all processes hear of one wish
+    at the same step. metrics: float32 and int32 scalars, whole on every device.
+    """
+
+    def step(state: TrainState, batch: Batch, votes: jax.Array) -> tuple[TrainState, Metrics]:
+        total = jnp.maximum(jnp.sum(batch.loss_weights), 1.0)
+        grads, (nll, z), carry = _gradients(options, cfg, mesh, state, batch, total)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        done = state._replace(
+            params=optax.apply_updates(state.params, updates), opt_state=opt_state, carry=carry
+        )
+        loss, norm = nll / total, optax.global_norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(z) & jnp.isfinite(norm)
+        applied = finite & ~_is_spike(options, state, loss)
+        if options.may_skip:
+            done = jax.tree.map(lambda new, old: jnp.where(applied, new, old), done, state)
+        done = _count(done, loss, applied)
+        count = lambda x: jnp.sum(x, dtype=jnp.int32)  # noqa: E731
+        metrics = {
+            "loss": loss,
+            "z_loss": z / total,
+            "bits_per_byte": nll / LN2 / jnp.maximum(count(batch.target_bytes), 1),
+            "grad_norm": norm,
+            "learning_rate": jnp.asarray(schedule(state.step - state.skipped), jnp.float32),
+            "tokens": count(batch.segment_ids != 0),
+            "attended": _attended(cfg, batch.segment_ids),
+            "finite": finite,
+            "steps_skipped": done.skipped,
+            "stop": jnp.max(votes),
+        }
+        return done, metrics
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    where = jax.tree.map(lambda x: x.sharding, shapes)
+    return jax.jit(step, donate_argnums=0, out_shardings=(where, whole))
+
+
+def make_eval_step(cfg: ModelConfig, mesh: Mesh) -> Any:
+    """jitted (params, carry, batch [W, B, T]) -> (carry, {"nll", "weight", "bytes"} sums).
+
+    The carry given is used up.
+    """
+
+    def step(params: Any, carry: Any, batch: Batch) -> tuple[Any, Metrics]:
+        carry, (nll, _) = _windows(cfg, mesh, params, batch, carry)
+        return carry, {
+            "nll": nll,
+            "weight": jnp.sum(batch.loss_weights),
+            "bytes": jnp.sum(batch.target_bytes, dtype=jnp.int32),
+        }
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(step, donate_argnums=1, out_shardings=(carry_shardings(cfg, mesh), whole))
+
+
+def make_votes(mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+    """This process's votes "go on" and "stop": int32 [devices], one on each of its devices.
+
+    Each process makes its own; the step's maximum is over what every process hands in.
+    """
+    sharding = NamedSharding(mesh, PartitionSpec(MESH_AXES))
+
+    def vote(wish: int) -> jax.Array:
+        return jax.make_array_from_callback(
+            (mesh.size,), sharding, lambda index: np.full(1, wish, np.int32)
+        )
+
+    return vote(0), vote(1)
+
+
+def batch_shapes(mesh: Mesh, windows: int, rows: int, length: int) -> Batch:
+    """A batch's shapes, types and shardings; nothing is read."""
+
+    def array(shape, dtype, *spec):
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def tokens(dtype):
+        return array((windows, rows, length), dtype, None, ROWS, CONTEXT)
+
+    number = tokens(jnp.int32)
+    return Batch(
+        tokens=number,
+        targets=number,
+        segment_ids=number,
+        positions=number,
+        loss_weights=tokens(jnp.float32),
+        target_bytes=number,
+        continues=array((windows, rows), jnp.bool_, None, ROWS),
+    )
+
+
+def _gradients(options: StepConfig, cfg, mesh: Mesh, state: TrainState, batch: Batch, total):
+    """(gradient of the summed loss over `total`, (nll, z) sums, new carry), over all rows.
+
+    Rows are cut into `accumulation` parts, each taking some rows of every rank. The parts' losses
+    are divided by the whole step's weight, so their gradients add up to that of all rows at once.
+    """
+
+    def loss(params, carry, batch):
+        carry, (nll, z) = _windows(cfg, mesh, params, batch, carry)
+        return (nll + options.z_loss * z) / total, ((nll, z), carry)
+
+    gradient = jax.grad(loss, has_aux=True)
+    if options.accumulation == 1:
+        grads, (sums, carry) = gradient(state.params, state.carry, batch)
+        return grads, sums, carry
+
+    def add(so_far, part):
+        grads, (sums, carry) = gradient(state.params, *part)
+        return jax.tree.map(jnp.add, so_far, (grads, sums)), carry
+
+    zeros = (jax.tree.map(jnp.zeros_like, state.params), (jnp.float32(0), jnp.float32(0)))
+    parts = jax.tree.map(lambda x: _split_rows(x, options.accumulation), (state.carry, batch))
+    (grads, sums), carry = jax.lax.scan(add, zeros, parts)
+    return grads, sums, jax.tree.map(_join_rows, carry)
+
+
+def _split_rows(x: jax.Array, parts: int) -> jax.Array:
+    """[L, B, ...] -> [A, L, B/A, ...], part a holding rows a, A + a, ...: some of every rank."""
+    lead, rows, *rest = x.shape
+    return jnp.moveaxis(x.reshape(lead, rows // parts, parts, *rest), 2, 0)
+
+
+def _join_rows(x: jax.Array) -> jax.Array:
+    """The inverse of `_split_rows`."""
+    parts, lead, rows, *rest = x.shape
+    return jnp.moveaxis(x, 0, 2).reshape(lead, rows * parts, *rest)
+
+
+def _windows(cfg: ModelConfig, mesh: Mesh, params, batch: Batch, carry):
+    """(new carry, (nll, z) sums) over the windows of a batch, one after another.
+
+    Each window is rematerialised: between windows only the carry is kept for the gradient.
+    """
+
+    def window(carry, batch: Batch):
+        hidden, carry = forward(
+            params, cfg, batch.tokens, batch.segment_ids, batch.continues, carry, mesh
+        )
+        sums = loss_sums(params, cfg, hidden, batch.targets, batch.loss_weights, mesh)
+        return carry, (sums.nll, sums.z)
+
+    if batch.tokens.shape[0] == 1:
+        return window(carry, jax.tree.map(lambda x: x[0], batch))
+    carry, sums = jax.lax.scan(jax.checkpoint(window, prevent_cse=False), carry, batch)
+    return carry, jax.tree.map(jnp.sum, sums)
+
+
+def _is_spike(options: StepConfig, state: TrainState, loss: jax.Array) -> jax.Array:
+    """Whether the loss is far above the last losses; never before the window is full."""
+    if not options.spike_deviations:
+        return jnp.bool_(False)
+    full = state.seen >= state.recent.shape[0]
+    limit = state.recent.mean() + options.spike_deviations * state.recent.std()
+    return full & (loss > limit)
+
+
+def _attended(cfg: ModelConfig, segment_ids: jax.Array) -> jax.Array:
+    """Keys that a step's real tokens see in an attention layer, float32; 0 without attention."""
+    if "attention" not in cfg.pattern:
+        return jnp.float32(0)
+    place = jnp.arange(segment_ids.shape[-1])
+    begins = segment_ids != jnp.roll(segment_ids, 1, axis=-1)
+    begin = jax.lax.cummax(jnp.where(begins | (place == 0), place, 0), axis=segment_ids.ndim - 1)
+    seen = jnp.where(segment_ids != 0, place - begin + 1, 0)
+    return jnp.sum(seen, dtype=jnp.float32)
+
+
+def _count(state: TrainState, loss: jax.Array, applied: jax.Array) -> TrainState:
+    """The step's own bookkeeping. A skipped step's loss is no measure of a usual one."""
+    place = state.seen % state.recent.shape[0]
+    kept = jnp.where(applied, loss, state.recent[place])
+    return state._replace(
+        step=state.step + 1,
+        skipped=state.skipped + (~applied).astype(jnp.int32),
+        recent=state.recent.at[place].set(kept),
+        seen=state.seen + applied.astype(jnp.int32),
+    )
