@@ -134,7 +134,9 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         if self._split == "eval":
+            total = self._total  # of a whole pass, so still right
             self._move_to(_start(self._config.rows), 0)
+            self._total = total
         return self
 
     def __next__(self) -> Batch:
@@ -161,17 +163,20 @@ class Loader:
         return len(self._rows) == self._config.rows
 
     def _limit(self) -> int:
-        """Returns after how many batches to stop, the same on every host."""
+        """Returns after how many batches to stop, the same on every host.
+
+        It is first asked right after the start or a move, when the records of all rows are known.
+        """
         endless = self._split == "train" and not self._config.epochs
         if endless or self._ends_by_itself():
             return self._max_batches
         if self._total is None:
-            self._total = count_batches(
+            self._total = self._batches_out + count_batches(
                 self._corpus,
                 self._config,
-                _start(self._config.rows),
+                self._records,
                 windows=self._windows,
-                limit=self._max_batches,
+                limit=self._max_batches - self._batches_out,
             )
         return self._total
 
@@ -264,6 +269,7 @@ class Loader:
     def _move_to(self, records: np.ndarray, batches_out: int) -> None:
         self.close()
         self._corpus = self._deal()
+        self._total = None
         self._records = records
         self._batches_out = int(batches_out)
 
@@ -271,7 +277,6 @@ class Loader:
         """What has to be the same for a position to mean the same."""
         config = self._config
         identity = {
-            "split": self._split,
             "source": config.source,
             "path": self.source.fingerprint,
             "tokenizer": self.tokenizer.fingerprint,
@@ -349,7 +354,7 @@ class _Placer:
 def rows_here(flags_sharding: NamedSharding, rows: int) -> list[int]:
     """Returns the global numbers of the rows that this process's devices hold, ascending."""
     held = flags_sharding.addressable_devices_indices_map((1, rows)).values()
-    return sorted({row for index in held for row in range(*index[1].indices(rows))})
+    return sorted({row for index in held if index for row in range(*index[1].indices(rows))})
 
 
 def _start(rows: int) -> np.ndarray:
@@ -379,9 +384,7 @@ def differences(saved: dict[str, Any], given: dict[str, Any]) -> list[str]:
     lines = []
     for name in dict.fromkeys([*saved, *given]):
         if saved.get(name) != given.get(name):
-            option = {"seed": "config.train.seed", "split": "split"}.get(
-                name, f"config.data.{name}"
-            )
+            option = "config.train.seed" if name == "seed" else f"config.data.{name}"
             lines.append(
                 f"{option}: the saved data position is for {json.dumps(saved.get(name))}, this run "
                 f"has {json.dumps(given.get(name))}"
