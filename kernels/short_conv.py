@@ -85,8 +85,8 @@ def _taps(whole, weight, index, valid, activation):
 
 
 def _receive_halo(x, tail, segments: Segments, upstream, axis_name):
-    """The W - 1 inputs before the rank's tokens [B, W - 1, D], zero where not of the segment that goes
-    on here. A sender knows which segment that is, so no ids travel."""
+    """The W - 1 inputs before the rank's tokens [B, W - 1, D], zero where not of the segment that
+    goes on here. A sender knows which segment that is, so no ids travel."""
     width = tail.shape[1]
     if axis_name is None or width == 0 or jax.lax.axis_size(axis_name) == 1:
         return tail
