@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from data.dealing import Dealer, Position
 from data.documents import DocumentSource
@@ -206,15 +207,17 @@ class _OpenDocument:
         text = bytes(self.text[start:stop])
         self.invalid = self.invalid or not _is_utf8(text)
         ids, nbytes = self._tokenizer.encode(text)
-        begin = [self._tokenizer.bos_id] if start == 0 else []
-        end = [self._tokenizer.eos_id] if stop == len(self.text) else []
         self._starts.append((start, len(self._ids)))
-        self._ids = np.concatenate([self._ids, begin, ids, end], dtype=np.int32)
-        none = np.zeros(1, np.int32)
-        self._nbytes = np.concatenate(
-            [self._nbytes, none[: len(begin)], nbytes, none[: len(end)]], dtype=np.int32
-        )
+        if start == 0:
+            self._append([self._tokenizer.bos_id], [0])
+        self._append(ids, nbytes)
+        if stop == len(self.text):
+            self._append([self._tokenizer.eos_id], [0])
         self._encoded_to = stop
+
+    def _append(self, ids: ArrayLike, nbytes: ArrayLike) -> None:
+        self._ids = np.concatenate([self._ids, np.asarray(ids, np.int32)])
+        self._nbytes = np.concatenate([self._nbytes, np.asarray(nbytes, np.int32)])
 
     def _drop_read_blocks(self) -> None:
         if not self._starts:
