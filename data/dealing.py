@@ -148,7 +148,10 @@ class Earlier:
             earlier=saved["earlier"],
         )
         self.first_hand = min(position.hand for position in self._positions)
+        # The last hand that is not dealt whole, be it because of streams earlier still.
         self.last_hand = max(position.hand for position in self._positions)
+        if self._dealer._earlier:
+            self.last_hand = max(self.last_hand, self._dealer._earlier.last_hand)
 
     @staticmethod
     def to_json(

@@ -145,10 +145,10 @@ def naive_whole_rows(tokens: list[dict[str, int]], length: int, bins: int) -> li
     return [{**naive_row(row, length), "continues": False} for row in rows + group]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     lengths=LENGTHS,
-    changes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    changes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     length=st.integers(2, 24),
     epochs=st.integers(1, 3),
     data=st.data(),
