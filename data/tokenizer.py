@@ -6,7 +6,7 @@ Bytes are what makes losses comparable between tokenizers: bits per byte = nats 
 
 import hashlib
 import os
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -90,14 +90,24 @@ class HuggingFaceTokenizer:
                 f"config.data.tokenizer={path!r}: not a tokenizer.json that the tokenizers library "
                 f"reads ({_one_line(error)})"
             ) from None
-        # Settings of the file that would cut or fill documents behind our back.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._set_up()
         self.name = path
         self.fingerprint = f"{_digest(path)} {bos_token} {eos_token}"
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.bos_id = self._special("bos_token", bos_token)
         self.eos_id = self._special("eos_token", eos_token)
+
+    def _set_up(self) -> None:
+        # Settings of the file that would cut or fill documents behind our back.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # "<s>" in a text is three characters, not the begin of a document.
+        self._tokenizer.encode_special_tokens = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a worker process. The library pickles its vocabulary but not all of its settings."""
+        self.__dict__.update(state)
+        self._set_up()
 
     def _special(self, option: str, token: str) -> int:
         if not token:
