@@ -163,18 +163,8 @@ class ParquetReader:
 
     def _column(self, file: str) -> int:
         """Returns the number of the text's column; ValueError where there is none."""
-        import pyarrow.types
-
         opened = _parquet_file(file)
-        schema = opened.schema_arrow
-        texts = [
-            field.name
-            for field in schema
-            if pyarrow.types.is_string(field.type)
-            or pyarrow.types.is_large_string(field.type)
-            or pyarrow.types.is_binary(field.type)
-            or pyarrow.types.is_large_binary(field.type)
-        ]
+        texts = [field.name for field in opened.schema_arrow if _is_text(field.type)]
         if self._field not in texts:
             raise ValueError(
                 f"config.data.field={self._field!r}: {file} has no such text column; it has "
@@ -197,7 +187,7 @@ class ParquetReader:
         value = self._texts(group)[int(index - self._first_rows[group])].as_py()
         if value is None:
             return _BROKEN
-        return Document(value if isinstance(value, bytes) else _to_bytes(value))
+        return Document(value)
 
     def _texts(self, group: int) -> Any:
         if group in self._cache:
@@ -209,6 +199,8 @@ class ParquetReader:
         column = (
             _parquet_file(self._files[number]).read_row_group(part, columns=[self._field]).column(0)
         )
+        if pyarrow.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
         # As bytes: a string column may hold invalid UTF-8, which as_py() would refuse.
         column = column.cast(pyarrow.large_binary())
         self._cache[group] = column
@@ -245,6 +237,20 @@ class ArrayRecordReader:
 
     def __getitem__(self, index: int) -> Document:
         return Document(self._source[index])
+
+
+def _is_text(kind: Any) -> bool:
+    """Tells whether an Arrow type is string or binary, plain or as a dictionary."""
+    import pyarrow.types as types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return (
+        types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_binary(kind)
+        or types.is_large_binary(kind)
+    )
 
 
 def _parquet_file(file: str) -> Any:

@@ -1,0 +1,309 @@
+"""Document sources: what is read, what is held out, what is refused, in every format."""
+
+import gzip
+import json
+import os
+import pickle
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from array_record.python import array_record_module
+
+from data import readers
+from data.documents import DocumentSource, gzip_bits_per_byte, open_source
+from data.options import DataConfig
+
+TEXTS = [f"document {i}\n".encode() * (1 + i % 5) for i in range(200)]
+
+
+def texts(source: DocumentSource) -> list[bytes]:
+    return [bytes(source[i].text[:]) for i in range(len(source))]
+
+
+def both(config: DataConfig) -> list[bytes]:
+    """Returns training and evaluation documents, which must not overlap in number."""
+    return texts(open_source(config, "train")) + texts(open_source(config, "eval"))
+
+
+def write(kind: str, folder: Path, documents: list[bytes]) -> str:
+    """Writes documents in a format; returns the path to read."""
+    if kind == "text":
+        for number, text in enumerate(documents):
+            file = folder / f"part{number % 3}" / f"{number}.txt"
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(text)
+        return str(folder)
+    if kind == "jsonl":
+        lines = [json.dumps({"id": i, "text": t.decode()}) for i, t in enumerate(documents)]
+        (folder / "a.jsonl").write_text("\n".join(lines[:70]) + "\n")
+        (folder / "b.jsonl").write_text("\r\n".join(lines[70:]))
+        return str(folder)
+    if kind == "parquet":
+        for name, part in (("a", documents[:90]), ("b", documents[90:])):
+            strings = pyarrow.array([t.decode() for t in part], pyarrow.string())
+            table = pyarrow.table({"id": pyarrow.array(range(len(part))), "text": strings})
+            pyarrow.parquet.write_table(table, folder / f"{name}.parquet", row_group_size=16)
+        return str(folder)
+    writer = array_record_module.ArrayRecordWriter(str(folder / "a.array_record"), "group_size:1")
+    for text in documents:
+        writer.write(text)
+    writer.close()
+    return str(folder / "a.array_record")
+
+
+FORMATS = ("text", "jsonl", "parquet", "array_record")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_each_document_is_read_once(kind, tmp_path):
+    config = DataConfig(source=kind, path=write(kind, tmp_path, TEXTS))
+    assert sorted(both(config)) == sorted(TEXTS)
+    held_out = open_source(config, "eval")
+    assert 2 <= len(held_out) <= 25  # about 5% of 200
+    again = open_source(config, "eval")
+    assert (texts(again), again.fingerprint) == (texts(held_out), held_out.fingerprint)
+    assert held_out.fingerprint != open_source(config, "train").fingerprint
+    sent = pickle.loads(pickle.dumps(held_out))
+    assert texts(sent) == texts(held_out)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_documents_for_evaluation_may_stand_elsewhere(kind, tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "eval").mkdir()
+    config = DataConfig(
+        source=kind,
+        path=write(kind, tmp_path / "train", TEXTS),
+        eval_path=write(kind, tmp_path / "eval", TEXTS[:100:-1]),
+    )
+    assert sorted(texts(open_source(config, "train"))) == sorted(TEXTS)
+    assert sorted(texts(open_source(config, "eval"))) == sorted(TEXTS[:100:-1])
+
+
+def test_the_standard_library_without_its_tests():
+    """Against the folder as pathlib sees it."""
+    root = Path(sysconfig.get_path("stdlib"))
+    excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    expected = {
+        path: path.read_bytes()
+        for path in root.rglob("*.py")
+        if not excluded & set(path.relative_to(root).parts[:-1])
+    }
+    train, held_out = (open_source(DataConfig(), split) for split in ("train", "eval"))
+    assert sorted(texts(train) + texts(held_out)) == sorted(expected.values())
+    assert 0.02 < len(held_out) / len(expected) < 0.08
+    names = "json/decoder.py", "typing.py", "argparse.py"
+    found = set(texts(train) + texts(held_out))
+    assert all((root / name).read_bytes() in found for name in names)
+    assert list(train.sizes) == [len(text) for text in texts(train)]
+
+
+def test_what_is_held_out_does_not_move_when_documents_are_added(tmp_path):
+    config = DataConfig(source="text", path=write("text", tmp_path, TEXTS))
+    before = set(texts(open_source(config, "eval")))
+    (tmp_path / "a new one.txt").write_bytes(b"new")
+    assert before - set(texts(open_source(config, "eval"))) == set()
+
+
+def test_a_single_text_file_gives_up_its_last_lines(tmp_path):
+    file = tmp_path / "book.txt"
+    lines = [f"line {i}\n".encode() for i in range(1000)]
+    file.write_bytes(b"".join(lines))
+    for path in (file, tmp_path):
+        config = DataConfig(source="text", path=str(path), eval_fraction=0.1)
+        (train,), (held_out,) = (texts(open_source(config, split)) for split in ("train", "eval"))
+        assert train + held_out == b"".join(lines)
+        assert held_out.startswith(b"line ")
+        assert train.endswith(b"\n")
+        assert 0.08 < len(held_out) / file.stat().st_size <= 0.1
+    whole = DataConfig(source="text", path=str(file), eval_path=str(file))
+    assert both(whole) == [b"".join(lines)] * 2
+
+
+def test_a_single_line_is_not_cut_inside_a_character(tmp_path):
+    file = tmp_path / "line.txt"
+    file.write_bytes("漢字".encode() * 50)
+    for share in (0.05, 0.11, 0.32, 0.5):
+        train, held_out = both(DataConfig(source="text", path=str(file), eval_fraction=share))
+        assert (train + held_out).decode() == train.decode() + held_out.decode() == "漢字" * 50
+
+
+def test_large_files_are_mapped(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "_MAPPED_BYTES", 1000)
+    (tmp_path / "long.txt").write_bytes(b"x" * 5000)
+    (tmp_path / "short.txt").write_bytes(b"y" * 500)
+    source = open_source(
+        DataConfig(source="text", path=str(tmp_path), eval_path=str(tmp_path)), "train"
+    )
+    kinds = {type(source[i].text).__name__: len(source[i].text) for i in range(2)}
+    assert kinds == {"mmap": 5000, "bytes": 500}
+    assert sorted(texts(source)) == [b"x" * 5000, b"y" * 500]
+
+
+def test_hidden_files_are_left_alone(tmp_path):
+    write("text", tmp_path, TEXTS[:5])
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden")
+    (tmp_path / ".DS_Store").write_text("hidden")
+    assert sorted(both(DataConfig(source="text", path=str(tmp_path)))) == sorted(TEXTS[:5])
+
+
+def test_broken_lines_of_json(tmp_path):
+    """Broken records are marked, not fatal; blank lines are none; bad bytes are kept."""
+    lines = [
+        b'{"text": "whole"}',
+        b'{"text": "half',
+        b"",
+        b"[1, 2]",
+        b'{"text": 3}',
+        b'{"other": "key"}',
+        b"\r",
+        b'{"text": ""}',
+        b'{"text": "bad \xff byte"}',
+        b'{"text": "lone \\ud800 surrogate"}',
+        '{"text": "漢字\\n\\u6f22"}'.encode(),
+        b"[" * 100_000,
+        b'{"text": "last, without an end"}',
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\n".join(lines))
+    config = DataConfig(source="jsonl", path=str(file), eval_path=str(file))
+    source = open_source(config, "train")
+    read = [(bytes(source[i].text), source[i].broken) for i in range(len(source))]
+    assert read == [
+        (b"whole", False),
+        (b"", True),
+        (b"", True),
+        (b"", True),
+        (b"", True),
+        (b"", False),
+        (b"bad \xff byte", False),
+        (b"lone \xed\xa0\x80 surrogate", False),
+        ("漢字\n漢".encode(), False),
+        (b"", True),
+        (b"last, without an end", False),
+    ]
+
+
+def test_parquet_columns(tmp_path, monkeypatch):
+    """Strings, binaries, nulls and a column among others, with little of it kept in memory."""
+    monkeypatch.setattr(readers, "_PARQUET_CACHE_BYTES", 300)
+    values = [None if i % 7 == 3 else f"text {i} é" for i in range(50)]
+    nested = pyarrow.array([{"a": 1, "b": "x"}] * 50)
+    for column in (
+        pyarrow.array(values),
+        pyarrow.array(values, pyarrow.large_string()),
+        pyarrow.array([v and v.encode() + b"\xff" for v in values], pyarrow.binary()),
+        pyarrow.array(values).dictionary_encode(),
+    ):
+        table = pyarrow.table({"nested": nested, "body": column, "other": pyarrow.array(values)})
+        file = tmp_path / "a.parquet"
+        pyarrow.parquet.write_table(table, file, row_group_size=8)
+        config = DataConfig(source="parquet", path=str(file), field="body", eval_path=str(file))
+        source = open_source(config, "train")
+        end = b"\xff" if pyarrow.types.is_binary(column.type) else b""
+        for i in np.random.default_rng(0).permutation(50):
+            expected = (b"", True) if values[i] is None else (values[i].encode() + end, False)
+            assert (bytes(source[i].text), source[i].broken) == expected
+        assert source.sizes.min() > 0
+
+
+def test_gzip_is_the_baseline_it_says(tmp_path):
+    config = DataConfig(source="text", path=write("text", tmp_path, TEXTS))
+    source = open_source(config, "train")
+    joined = b"".join(texts(source))
+    packed = gzip.compress(joined, compresslevel=9, mtime=0)
+    assert gzip_bits_per_byte(source) == 8 * len(packed) / len(joined)
+
+
+def test_little_is_still_split(tmp_path):
+    """Both splits get a document however few there are and whatever their hashes."""
+    for count in range(2, 8):
+        for share in (0.001, 0.999):
+            folder = tmp_path / f"{count} {share}"
+            folder.mkdir()
+            config = DataConfig(
+                source="jsonl", path=write("jsonl", folder, TEXTS[:count]), eval_fraction=share
+            )
+            sizes = [len(open_source(config, split)) for split in ("train", "eval")]
+            assert min(sizes) >= 1
+            assert sum(sizes) == count
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_nothing_to_read(kind, tmp_path):
+    cases = {}
+    cases[str(tmp_path / "none")] = "no such file or folder"
+    (tmp_path / "empty").mkdir()
+    cases[str(tmp_path / "empty")] = "config.data.path="
+    if kind == "text":
+        (tmp_path / "blank").mkdir()
+        (tmp_path / "blank" / "a.txt").touch()
+        (tmp_path / "blank" / "b.txt").touch()
+        cases[str(tmp_path / "blank")] = "holds no text"
+    else:
+        (tmp_path / "one").mkdir()
+        cases[write(kind, tmp_path / "one", TEXTS[:1])] = "config.data.eval_path"
+    if kind in ("parquet", "array_record"):
+        wrong = tmp_path / f"wrong.{kind}"
+        wrong.write_bytes(b"not such a file")
+        cases[str(wrong)] = "not a"
+    for path, said in cases.items():
+        with pytest.raises(ValueError) as caught:
+            open_source(DataConfig(source=kind, path=path), "train")
+        assert said in str(caught.value)
+        assert str(caught.value).startswith("config.data.path=")
+        assert "\n" not in str(caught.value)
+    config = DataConfig(source=kind, path=".", eval_path=str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"config\.data\.eval_path=.*no such file"):
+        open_source(config, "eval")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_an_unknown_field_is_answered_with_the_known(kind, tmp_path):
+    path = write(kind, tmp_path, TEXTS)
+    with pytest.raises(ValueError, match=r"config\.data\.field='body': .*'text'"):
+        open_source(DataConfig(source=kind, path=path, field="body"), "train")
+
+
+def test_a_file_that_vanishes_is_an_error_of_data(tmp_path):
+    source = open_source(DataConfig(source="text", path=write("text", tmp_path, TEXTS)), "train")
+    for file in tmp_path.rglob("*.txt"):
+        os.remove(file)
+    with pytest.raises(ValueError, match=r"config\.data\.path: document .* can no longer be read"):
+        source[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"source": "csv"}, "config.data.source='csv': needs one of stdlib, text"),
+        ({"source": "text"}, "config.data.path='': source 'text' needs the path"),
+        ({"path": "x"}, "config.data.path='x': source 'stdlib' takes no path"),
+        ({"eval_path": "x"}, "config.data.eval_path='x'"),
+        ({"source": "jsonl", "path": "x", "field": ""}, "config.data.field=''"),
+        ({"sequence_length": 1}, "config.data.sequence_length=1: needs a whole number >= 2"),
+        ({"rows": 0}, "config.data.rows=0"),
+        ({"rows": 2.5}, "config.data.rows=2.5"),
+        ({"prefetch": 0}, "config.data.prefetch=0"),
+        ({"workers": -1}, "config.data.workers=-1"),
+        ({"epochs": True}, "config.data.epochs=True"),
+        ({"packing": "tight"}, "config.data.packing='tight': needs one of stream, whole"),
+        ({"eval_fraction": 1.0}, "config.data.eval_fraction=1.0"),
+        ({"if_changed": "no"}, "config.data.if_changed='no'"),
+        ({"tokenizer": ""}, "config.data.tokenizer=''"),
+    ],
+)
+def test_options_are_checked(options, said):
+    with pytest.raises(ValueError) as caught:
+        DataConfig(**options).check()
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_defaults_pass():
+    DataConfig().check()
