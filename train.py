@@ -258,7 +258,7 @@ def resume_target(parts: Parts, facts: dict[str, Any], say: Any) -> dict[str, An
     """The arrays to restore. Moves the loader to the checkpoint's position.
 
     Raises:
-        CheckpointError: of another model; or of other data, where that is not to be started anew.
+        CheckpointError: of another model; or of other data, with config.data.if_changed="refuse".
     """
     from checkpoints.manager import CheckpointError
     from training import resume
@@ -274,15 +274,13 @@ def resume_target(parts: Parts, facts: dict[str, Any], say: Any) -> dict[str, An
         say("changed since the checkpoint: " + "; ".join(found.other))
     wanted = flatten(parts.shapes)
     try:
-        parts.loader.restore(facts["data"])
+        changed = parts.loader.restore(facts["data"])
     except ValueError as error:
-        if parts.config.checkpoint.data_change == "refuse":
-            raise CheckpointError(
-                f"{error}, or --config.checkpoint.data_change=restart to go on with new data"
-            ) from None
-        say(f"data starts anew, with an empty carry ({error})")
-        wanted = {n: array for n, array in wanted.items() if not n.startswith("carry/")}
-    return wanted
+        raise CheckpointError(str(error)) from None
+    if not changed:
+        return wanted
+    say(f"{changed}; the carried state starts empty")
+    return {name: array for name, array in wanted.items() if not name.startswith("carry/")}
 
 
 def filled(parts: Parts, arrays: dict[str, Any]) -> dict[str, Any]:

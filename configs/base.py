@@ -94,6 +94,10 @@ def _data() -> ConfigDict:
     data.packing_bins = 8
     # Passes over the training documents. >= 0; 0: as many as train.steps take.
     data.epochs = 0
+    # A resume whose data differ from the checkpoint's: "refuse"; or "go_on": other rows or another
+    # seed deal the same documents anew, each from where it was left, other documents begin at their
+    # beginning; the carried state starts empty.
+    data.if_changed = "refuse"
     # Processes that read, tokenize and pack. >= 0; 0: the trainer's own.
     data.workers = 0
     # Batches made ahead of the step. >= 1.
@@ -190,9 +194,6 @@ def _checkpoint() -> ConfigDict:
     checkpoint.keep_best = 1
     # A checkpoint whose bytes have changed since it was written: "stop", or "pass_over" it.
     checkpoint.damaged = "stop"
-    # A resume with other data, rows, row length or seed: "refuse", or "restart" the data from its
-    # beginning with an empty carry, keeping parameters, optimizer and step.
-    checkpoint.data_change = "refuse"
     return checkpoint
 
 
@@ -266,7 +267,6 @@ _CHOICES = {
     "optimizer.name": ("adamw", "muon"),
     "optimizer.schedule": ("cosine", "wsd"),
     "checkpoint.damaged": ("stop", "pass_over"),
-    "checkpoint.data_change": ("refuse", "restart"),
 }
 
 

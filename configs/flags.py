@@ -189,8 +189,8 @@ def _value(name: str, current: Any, text: str) -> str:
         except ValueError:
             raise ValueError(f"config.{name}={text}: needs a number; try {current}") from None
         return text
-    # Texts: "none" is what people write for an option that is off.
-    return "" if text.lower() == "none" else text
+    # Texts: "none" is what people write for an option that is off, where off is "".
+    return "" if text.lower() == "none" and current == "" else text
 
 
 def _bool(name: str, text: str) -> str:

@@ -1,0 +1,154 @@
+"""Options from the command line, and every mistake as one line before anything starts."""
+
+import subprocess
+import sys
+
+import pytest
+
+from configs import base, flags, kda_cp4, smoke
+
+SMOKE = "configs/smoke.py"
+
+
+def parse(*arguments, config=SMOKE):
+    """The config that a command line gives, in a fresh interpreter's state of flags."""
+    for name in [name for name in flags._FLAGS if name.startswith("config")]:
+        delattr(flags._FLAGS, name)
+    flags._FLAGS.unparse_flags()
+    return flags.parse(["train.py", f"--config={config}", *arguments])[0]
+
+
+@pytest.mark.parametrize("module", [base, kda_cp4, smoke])
+def test_each_config_is_locked_and_passes_its_own_check(module):
+    config = module.get_config()
+    base.check(config)
+    with pytest.raises(AttributeError):
+        config.train.stesp = 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "group", "option", "value"),
+    [
+        ("--config.train.steps=1e3", "train", "steps", 1000),
+        ("--config.train.steps=1_000", "train", "steps", 1000),
+        ("--config.optimizer.learning_rate=1", "optimizer", "learning_rate", 1.0),
+        ("--config.optimizer.learning_rate=1e-4", "optimizer", "learning_rate", 1e-4),
+        ("--config.model.carry=False", "model", "carry", False),
+        ("--noconfig.model.carry", "model", "carry", False),
+        ("--config.train.skip_nonfinite", "train", "skip_nonfinite", True),
+        ("--config.data.path=none", "data", "path", ""),
+        ("--config.model.pattern=kda,attention", "model", "pattern", "kda,attention"),
+    ],
+)
+def test_values_are_taken_where_the_meaning_is_plain(argument, group, option, value):
+    taken = parse(argument)[group][option]
+    assert taken == value and type(taken) is type(value)
+
+
+def test_value_in_an_argument_of_its_own():
+    assert parse("--config.train.steps", "7").train.steps == 7
+
+
+def test_the_last_of_two_values_counts():
+    assert parse("--config.train.steps=7", "--config.train.steps=8").train.steps == 8
+
+
+# What is given; what the line must name; what it must advise.
+MISTAKES = [
+    (["--config.train.stesp=20"], "config.train.stesp", "config.train.steps"),
+    (["--config.trian.steps=20"], "config.trian.steps", "config.train.steps"),
+    (["--config.train.steps.x=20"], "config.train.steps.x", "not a group"),
+    (["--config.train=20"], "config.train", "--config.train."),
+    (["--config.train.steps"], "config.train.steps", "--config.train.steps=20"),
+    (["--config.train.steps=1.5"], "config.train.steps=1.5", "whole number"),
+    (["--config.train.steps=many"], "config.train.steps=many", "whole number"),
+    (["--config.train.steps=none"], "config.train.steps=none", "needs 0"),
+    (["--config.train.steps=0"], "config.train.steps=0", ">= 1"),
+    (["--config.train.seed=3e9"], "config.train.seed=3000000000", "< 2147483648"),
+    (["--config.optimizer.learning_rate=fast"], "config.optimizer.learning_rate=fast", "number"),
+    (["--config.optimizer.learning_rate=nan"], "config.optimizer.learning_rate=nan", "finite"),
+    (["--config.optimizer.learning_rate=-1"], "config.optimizer.learning_rate=-1.0", "> 0"),
+    (["--config.optimizer.b2=1"], "config.optimizer.b2=1.0", "< 1"),
+    (["--config.optimizer.name=sgd"], "config.optimizer.name='sgd'", "adamw"),
+    (["--config.optimizer.warmup_steps=20"], "config.optimizer.warmup_steps=20", "try 2"),
+    (
+        ["--config.optimizer.schedule=wsd", "--config.optimizer.decay_steps=16"],
+        "config.optimizer.decay_steps=16",
+        "try 15",
+    ),
+    (["--config.model.carry=perhaps"], "config.model.carry=perhaps", "true or false"),
+    (["--config.mesh.context=3"], "config.data.sequence_length=128", "126 or 129"),
+    (["--config.mesh.data=2", "--config.data.rows=3"], "config.data.rows=3", "2 or 4"),
+    (
+        ["--config.data.rows=8", "--config.train.accumulation=3"],
+        "config.train.accumulation=3",
+        "2 or 4",
+    ),
+    (
+        ["--config.train.windows_per_step=2", "--config.data.packing=whole"],
+        "config.train.windows_per_step=2",
+        'data.packing="stream"',
+    ),
+    (["--steps=5"], "steps", ""),
+    (["20"], "'20'", "--name=value"),
+    (["--processes=2", "--process_id=0"], "--coordinator", "localhost"),
+    (["--coordinator=a:1", "--processes=2", "--process_id=2"], "--process_id=2", "0 to 1"),
+    (["--coordinator=a", "--processes=2", "--process_id=1"], "--coordinator=a", "host:port"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "names", "advises"), MISTAKES)
+def test_a_mistake_is_one_line_that_names_it_and_says_what_works(arguments, names, advises):
+    with pytest.raises(ValueError) as caught:
+        base.check(parse(*arguments))
+    text = str(caught.value)
+    assert names in text and advises in text and "\n" not in text, text
+
+
+def test_a_missing_config_file_is_told_with_the_nearest_name():
+    with pytest.raises(ValueError, match="there is no such file; try configs/kda_cp4.py"):
+        parse(config="configs/kda_cp.py")
+
+
+def test_a_broken_config_file_is_one_line(tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("def get_config():\n    return 1 / 0\n")
+    with pytest.raises(ValueError, match="ZeroDivisionError"):
+        parse(config=str(broken))
+
+
+def test_every_option_has_a_comment():
+    """Each line that sets an option has a comment on it, or follows one."""
+    lines = open(base.__file__).read().splitlines()
+    groups = "|".join(base.get_config())
+    import re
+
+    setting = re.compile(rf"    ({groups}|evaluation)\.\w+ = (?!ConfigDict)")
+    bare = [
+        line
+        for before, line in zip(lines, lines[1:])
+        if setting.match(line)
+        and "#" not in line
+        and not before.strip().startswith("#")
+        and not setting.match(before)  # two options under one comment
+    ]
+    assert not bare
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--config", SMOKE, "--config.train.stesp=20"],
+        ["--config", "configs/none.py"],
+        ["--config", SMOKE, "--config.data.tokenizer=/none.json"],
+        ["--config", SMOKE, "--config.data.source=text", "--config.data.path=/none"],
+        ["--config", SMOKE, "--config.mesh.tensor=4"],
+        ["--config", SMOKE, "--config.model.pattern=mamba"],
+    ],
+)
+def test_train_py_ends_with_one_line_and_code_2(arguments, tmp_path):
+    command = [sys.executable, "train.py", *arguments, f"--workdir={tmp_path / 'run'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert not done.stdout and not (tmp_path / "run").exists()
