@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.kda.streams import divided
+
 SLOTS = 2
 
 
@@ -86,7 +88,7 @@ class Relay:
         return tuple(where)
 
     def _copy(self, j):
-        s, slot = self._s, j % SLOTS
+        s, slot = self._s, divided(j, SLOTS)[1]
         return pltpu.make_async_remote_copy(
             s["outbox"].at[slot],
             s["inbox"].at[slot],
@@ -107,10 +109,10 @@ class Relay:
             pl.semaphore_wait(barrier, 1)
 
     def message(self, j):
-        return self._s["inbox"].at[j % SLOTS]
+        return self._s["inbox"].at[divided(j, SLOTS)[1]]
 
     def reply(self, j):
-        return self._s["outbox"].at[j % SLOTS]
+        return self._s["outbox"].at[divided(j, SLOTS)[1]]
 
     def receive(self, j) -> None:
         @pl.when(self.has_source)

@@ -19,7 +19,6 @@ Where segments may start from other states than zero, or every segment's state i
 piece, the other tokens masked: a loop of one round in chunks without a start.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -28,64 +27,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.kda import pair_tiles as tiles
-from kernels.kda.exchange import Line, Relay, relay_scratch
+from kernels.kda.exchange import Relay, relay_scratch
 from kernels.kda.pair_tiles import C
-from kernels.kda.problem import FinalState, Gate, Problem, StatePolicy
-from kernels.kda.streams import Loads, Stores
-from kernels.kda.vma import varying_axes
-
-Ref = Any
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Sizes of one kernel. heads counts rows x heads, even; heads_a_row is the real number of heads
-    of a row of the batch. slots is the number of start states a head has (0: all zero)."""
-
-    problem: Problem
-    heads: int
-    heads_a_row: int
-    tokens: int
-    keys: int
-    values: int
-    dtype: Any
-    decay_dtype: Any
-    group: int  # pairs of heads in lockstep
-    chunks: int  # chunks a step
-    slots: int
-    pieces: bool
-    line: Line | None
-    vmem_limit: int
-
-    @property
-    def one_part(self) -> bool:
-        """The log decay is exact in bfloat16: its sums take one product."""
-        return self.problem.gate is Gate.GIVEN and self.decay_dtype == jnp.bfloat16
-
-    @property
-    def group_heads(self) -> int:
-        return 2 * self.group
-
-    @property
-    def groups(self) -> int:
-        return self.heads // self.group_heads
-
-    @property
-    def steps(self) -> int:
-        return self.tokens // (C * self.chunks)
-
-    @property
-    def row_of_head(self) -> tuple[int, ...]:
-        """Which row's columns a head of a group reads, counted within the group."""
-        if self.heads_a_row % self.group_heads == 0:
-            return (0,) * self.group_heads
-        if self.group_heads % self.heads_a_row == 0:
-            return tuple(i // self.heads_a_row for i in range(self.group_heads))
-        return tuple(range(self.group_heads))  # a group's rows differ from group to group
-
-    @property
-    def group_rows(self) -> int:
-        return self.row_of_head[-1] + 1
+from kernels.kda.plan import Plan, Ref, Tile, out_struct
+from kernels.kda.problem import FinalState, StatePolicy
+from kernels.kda.streams import Loads, Stores, divided
 
 
 class Operands(NamedTuple):
@@ -147,12 +93,6 @@ def run(plan: Plan, operands: Operands) -> Outputs:
 
 
 FORWARD_BARRIER = 11  # the barrier semaphore of this kernel; the backward has its own
-
-
-def out_struct(operands, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-    """Shape of a kernel's output, typed as varying over the mesh axes its operands vary over."""
-    kind = jax.sharding.ManualAxisType(varying=varying_axes(operands))
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
 
 
 def _output_shapes(plan: Plan, operands: Operands) -> Outputs:
@@ -221,7 +161,7 @@ def _kernel(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any]) -> None
             at = g * plan.steps + j
             loads.arrive(at, total)
             stores.make_room(at)
-            _step(plan, ops, outs, s, g, j, at % 2)
+            _step(plan, ops, outs, s, g, j, jax.lax.rem(at, 2))
             stores.start(at)
             return 0
 
@@ -238,18 +178,18 @@ def _kernel(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any]) -> None
 def _streams(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any]) -> tuple[Loads, Stores]:
     def heads(ref, size):
         def view(at):
-            g, j = at // plan.steps, at % plan.steps
+            g, j = divided(at, plan.steps)
             tokens = pl.ds(j * plan.chunks * C, plan.chunks * C)
             return ref.at[pl.ds(g * size, size), tokens]
 
         return view
 
     def rows(at):
-        g, j = at // plan.steps, at % plan.steps
+        g, j = divided(at, plan.steps)
         return ops.rows.at[pl.ds(j * plan.chunks, plan.chunks), pl.ds(g * plan.group, plan.group)]
 
     def columns(at):
-        g, j = at // plan.steps, at % plan.steps
+        g, j = divided(at, plan.steps)
         return ops.columns.at[g, pl.ds(j * plan.chunks * C, plan.chunks * C)]
 
     loads = [(heads(getattr(ops, x), plan.group_heads), s[x]) for x in ("q", "k", "v", "decay")]
@@ -302,88 +242,8 @@ def _leave(plan: Plan, outs: Outputs, s: dict[str, Any], relay: Relay | None, g)
 # --- one step ------------------------------------------------------------------------------------
 
 
-class _Tile:
-    """Reads one step's tiles as units: `c` is the chunk in the step, `p` the pair in the group."""
-
-    def __init__(self, plan: Plan, ops: Operands, s: dict[str, Any], g, slot):
-        self._plan, self._ops, self._s, self._g, self._slot = plan, ops, s, g, slot
-        self._wide: dict = {}
-
-    def _tokens(self, c: int):
-        return pl.ds(c * C, C)
-
-    def heads(self, name: str, c: int, p: int) -> jax.Array:
-        """[C, 2D] of a pair, as stored."""
-        ref = self._s[name]
-        pair = [ref[self._slot, h, self._tokens(c)] for h in (2 * p, 2 * p + 1)]
-        return jnp.concatenate(pair, axis=1)
-
-    def column(self, lane: int, c: int) -> jax.Array:
-        return self._s["columns"][self._slot, self._tokens(c), lane : lane + 1]
-
-    def beta_columns(self, c: int, p: int) -> jax.Array:
-        """[C, 2C]: beta of the row token, on its head's lanes."""
-        return tiles.per_head_lanes(self.column(2 * p, c), self.column(2 * p + 1, c), C)
-
-    def beta_row(self, c: int, p: int) -> jax.Array:
-        return self._s["rows"][self._slot, c, p : p + 1]
-
-    def of_rows(self, kind: str, c: int, p: int, width: int) -> jax.Array:
-        """[C, 2 * width] float32: a token's `low`, `high`, `valid` or `piece`, for both heads."""
-        plan = self._plan
-        halves = []
-        for h in (2 * p, 2 * p + 1):
-            row = plan.row_of_head[h]
-            key = (kind, c, row, width)
-            if key not in self._wide:
-                at = ("low", "high", "valid", "piece").index(kind)
-                column = self.column(plan.group_heads + at * plan.group_rows + row, c)
-                self._wide[key] = jnp.broadcast_to(column, (C, width))
-            halves.append(self._wide[key])
-        return jnp.concatenate(halves, axis=1)
-
-    def query(self, c: int, p: int) -> jax.Array:
-        q = self._normalized("q", c, p)
-        return q * self.of_rows("valid", c, p, self._plan.keys)
-
-    def key(self, c: int, p: int) -> jax.Array:
-        return self._normalized("k", c, p)
-
-    def _normalized(self, name: str, c: int, p: int) -> jax.Array:
-        x = self.heads(name, c, p).astype(jnp.float32)
-        return tiles.l2norm(x)[0] if self._plan.problem.l2norm else x
-
-    def raw_decay(self, c: int, p: int) -> jax.Array:
-        """Log decay before padding and segments: as given, or by its gate in float32."""
-        x, problem = self.heads("decay", c, p), self._plan.problem
-        if problem.gate is Gate.GIVEN:
-            return x
-        gate = self._ops.gate
-        rate, bias = (
-            jnp.concatenate([gate[i, self._g, h : h + 1] for h in (2 * p, 2 * p + 1)], axis=1)
-            for i in (0, 1)
-        )
-        x = x.astype(jnp.float32)
-        if problem.gate is Gate.SOFTPLUS:
-            return tiles.softplus_gate(x, rate, bias)
-        return tiles.bounded_gate(x, rate, bias, problem.lower_bound)
-
-    def decay(self, c: int, p: int) -> jax.Array:
-        """Log decay, 0 at padding and RESET where a later segment of the row starts."""
-        x = self.raw_decay(c, p)
-        low, high = (self.of_rows(n, c, p, self._plan.keys) for n in ("low", "high"))
-        return jnp.minimum(jnp.maximum(x, low.astype(x.dtype)), high.astype(x.dtype))
-
-    def decay_of_piece(self, c: int, p: int, piece) -> jax.Array:
-        """Log decay of one piece's tokens, 0 elsewhere."""
-        x = self.raw_decay(c, p)
-        here = self.of_rows("piece", c, p, self._plan.keys) == piece
-        x = jnp.where(here, jnp.maximum(x.astype(jnp.float32), tiles.RESET), 0.0)
-        return x.astype(jnp.bfloat16) if self._plan.one_part else x
-
-
 def _step(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any], g, j, slot) -> None:
-    tile = _Tile(plan, ops, s, g, slot)
+    tile = Tile(plan, ops.gate, s, g, slot)
     pairs = range(plan.group)
     units = [(c, p) for c in range(plan.chunks) for p in pairs]
     locals_ = _local(plan, tile, s, units)
@@ -405,7 +265,7 @@ def _step(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any], g, j, slo
                     _put_heads(plan, s["vn"], slot, c, p, vn[p])
 
 
-def _local(plan: Plan, tile: _Tile, s: dict[str, Any], units) -> list[tiles.Local]:
+def _local(plan: Plan, tile: Tile, s: dict[str, Any], units) -> list[tiles.Local]:
     """Everything of these units that needs no state. Scores go `LOCKSTEP` units at a time: more
     would only spill; the inverse is all latency and takes all of them."""
     table, sums = s["level"][...], s["sums"][...]
@@ -451,7 +311,7 @@ def _save_states(plan: Plan, s: dict[str, Any], slot, c: int) -> None:
 # --- chunks in which segments start --------------------------------------------------------------
 
 
-def _pieces(plan, ops, outs, s, tile: _Tile, locals_, g, n, slot, c: int) -> None:
+def _pieces(plan, ops, outs, s, tile: Tile, locals_, g, n, slot, c: int) -> None:
     """The state-dependent part of a chunk, once a piece. Piece 0 enters with the carried state, a
     later one with its segment's start state; the state before that belongs to `finals`."""
     pairs = range(plan.group)

@@ -12,8 +12,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.kda import forward as forward_kernel
 from kernels.kda.exchange import coordinates, line_of
-from kernels.kda.forward import Operands, Plan
+from kernels.kda.forward import Operands
 from kernels.kda.pair_tiles import RESET, C
+from kernels.kda.plan import Plan
 from kernels.kda.problem import FinalState, Gate, Inputs, Problem
 from kernels.kda.vma import vary, varying_axes
 from kernels.segments import Segments

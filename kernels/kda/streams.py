@@ -17,6 +17,14 @@ Step = int | jax.Array
 View = Callable[[Step], Ref]  # step -> the HBM slice of that step
 
 
+def divided(step: Step, by: int) -> tuple[Step, Step]:
+    """(step // by, step % by) for step >= 0. Not by `//`, whose floor would need to know the
+    chip."""
+    if isinstance(step, int):
+        return divmod(step, by)
+    return jax.lax.div(step, by), jax.lax.rem(step, by)
+
+
 class Loads:
     """Tiles that come from HBM. `tiles` pairs a view with its buffer [2, ...]; sems is DMA[2]."""
 
@@ -25,7 +33,7 @@ class Loads:
         self._sems = sems
 
     def _copies(self, step: Step) -> list:
-        slot = step % 2
+        slot = divided(step, 2)[1]
         return [
             pltpu.make_async_copy(view(step), buffer.at[slot], self._sems.at[slot])
             for view, buffer in self._tiles
@@ -54,7 +62,7 @@ class Stores:
         self._sems = sems
 
     def _copies(self, step: Step) -> list:
-        slot = step % 2
+        slot = divided(step, 2)[1]
         return [
             pltpu.make_async_copy(buffer.at[slot], view(step), self._sems.at[slot])
             for view, buffer in self._tiles
