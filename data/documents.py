@@ -114,9 +114,9 @@ def _open_reader(config: DataConfig, option: str, path: str) -> Reader:
         if config.source == "jsonl":
             reader = JsonLinesReader(files, config.field)
         elif config.source == "parquet":
-            reader = ParquetReader(files, config.field)
+            reader = ParquetReader(files, config.field, option)
         else:
-            reader = ArrayRecordReader(files)
+            reader = ArrayRecordReader(files, option)
     if len(reader) == 0 or not reader.sizes.any():
         raise ValueError(f"config.data.{option}={path!r}: it holds no text")
     return reader

@@ -29,6 +29,8 @@ ROWS = ("data", "fsdp")
 # Evaluation's order is the documents' own; its deal still needs a seed for ties.
 _EVAL_SEED = 0
 _NO_LIMIT = 1 << 40
+# Where a record's numbers of tokens and of padding begin.
+_MADE = RECORD_SIZE - 2
 
 
 def make_loader(
@@ -151,8 +153,15 @@ class Loader:
             raise StopIteration
         if not self._running:
             self._running.append(self._start_pipeline())
-        placed: _Placed = next(self._running[0])
+        try:
+            placed: _Placed = next(self._running[0])
+        except BaseException:
+            self.close()  # what the thread had made ahead is behind a gap now
+            raise
         if not placed.live and self._ends_by_itself():
+            # This batch is not handed out. What it met at the end, such as empty documents, counts;
+            # its padding does not.
+            self._records[:, :_MADE] = placed.records[:, :_MADE]
             raise StopIteration
         self._batches_out += 1
         self._records[self._rows] = placed.records

@@ -99,8 +99,9 @@ class WholePacker:
     def __init__(self, corpus: Corpus, stream: int, record: Record, bins: int):
         self._length = corpus.sequence_length
         self._record = record
+        self._pieces = _Pieces(corpus, stream)
         self._packed = grain.experimental.FirstFitPackIterDataset(
-            _Pieces(corpus, stream),
+            self._pieces,
             length_struct={"piece": self._length},
             num_packing_bins=bins,
             shuffle_bins=False,
@@ -123,6 +124,9 @@ class WholePacker:
             table[:, PLACE] = row["piece_positions"]
         filled = int(np.count_nonzero(table[:, SEGMENT]))
         state = self._packed.get_state()
+        if row is None:
+            # Where the stream ended: grain's packer stands before what followed its last piece.
+            state["parent"] = self._pieces.iterator.get_state()
         began = Record.from_ints([*state["parent"]["at"], state["next_row"], 0, 0])
         self._record = began._replace(
             tokens=self._record.tokens + filled,
@@ -140,7 +144,8 @@ class _Pieces(grain.IterDataset):
         self._stream = stream
 
     def __iter__(self) -> "_PieceIterator":
-        return _PieceIterator(self._corpus, self._stream)
+        self.iterator = _PieceIterator(self._corpus, self._stream)
+        return self.iterator
 
 
 class _PieceIterator(grain.DatasetIterator):

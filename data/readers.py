@@ -140,12 +140,13 @@ class JsonLinesReader:
 class ParquetReader:
     """One document a row, its text (string or binary) in the column `field`."""
 
-    def __init__(self, files: list[str], field: str):
+    def __init__(self, files: list[str], field: str, option: str):
         self._files = files
         self._field = field
+        self._option = option
         groups, rows, sizes = [], [], []
         for number, file in enumerate(files):
-            metadata = _parquet_file(file).metadata
+            metadata = self._open(file).metadata
             column = self._column(file)
             for group in range(metadata.num_row_groups):
                 described = metadata.row_group(group)
@@ -161,9 +162,20 @@ class ParquetReader:
         self.fingerprint = _digest(described_files, field)
         self._cache: collections.OrderedDict[int, Any] = collections.OrderedDict()
 
+    def _open(self, file: str) -> Any:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            return pyarrow.parquet.ParquetFile(file)
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise ValueError(
+                f"config.data.{self._option}={file!r}: not a Parquet file ({_one_line(error)})"
+            ) from None
+
     def _column(self, file: str) -> int:
         """Returns the number of the text's column; ValueError where there is none."""
-        opened = _parquet_file(file)
+        opened = self._open(file)
         texts = [field.name for field in opened.schema_arrow if _is_text(field.type)]
         if self._field not in texts:
             raise ValueError(
@@ -197,7 +209,7 @@ class ParquetReader:
         import pyarrow
 
         column = (
-            _parquet_file(self._files[number]).read_row_group(part, columns=[self._field]).column(0)
+            self._open(self._files[number]).read_row_group(part, columns=[self._field]).column(0)
         )
         if pyarrow.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
@@ -214,7 +226,7 @@ class ParquetReader:
 class ArrayRecordReader:
     """One document a record: the record's bytes are its text. grain's own reader does the work."""
 
-    def __init__(self, files: list[str]):
+    def __init__(self, files: list[str], option: str):
         import grain
 
         try:
@@ -222,8 +234,7 @@ class ArrayRecordReader:
             count = len(self._source)
         except Exception as error:  # the library raises several kinds
             raise ValueError(
-                f"config.data.path={files[0]!r}: not an ArrayRecord file "
-                f"({' '.join(str(error).split())[:200]})"
+                f"config.data.{option}={files[0]!r}: not an ArrayRecord file ({_one_line(error)})"
             ) from None
         # The format hides sizes without reading, so streams are balanced by number of documents.
         self.sizes = np.ones(count, np.int64)
@@ -251,18 +262,6 @@ def _is_text(kind: Any) -> bool:
         or types.is_binary(kind)
         or types.is_large_binary(kind)
     )
-
-
-def _parquet_file(file: str) -> Any:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.ParquetFile(file)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ValueError(
-            f"config.data.path={file!r}: not a Parquet file ({' '.join(str(error).split())[:200]})"
-        ) from None
 
 
 def _lines(file: str) -> tuple[np.ndarray, np.ndarray]:
@@ -323,3 +322,7 @@ def _shares_of_numbers(count: int) -> np.ndarray:
 
 def _digest(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,394 @@
+"""The loader: placed on the mesh, ended, saved, resumed, shared out among processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from data.batch import Batch
+from data.loader import Loader, make_loader
+from data.options import DataConfig
+from data.packing import Record
+from data.pipeline import batches
+
+ROOT = Path(__file__).parent.parent
+
+
+def make_mesh(data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
+    shape = (data, fsdp, context, tensor)
+    devices = np.asarray(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return Mesh(devices, ("data", "fsdp", "context", "tensor"))
+
+
+@pytest.fixture
+def config(tmp_path) -> DataConfig:
+    """Forty documents of 1 to 400 bytes, in rows of 64."""
+    generator = np.random.default_rng(0)
+    for number, size in enumerate(generator.integers(1, 400, 40)):
+        text = generator.integers(32, 126, size, dtype=np.uint8).tobytes()
+        (tmp_path / f"{number:02}.txt").write_bytes(text)
+    return DataConfig(
+        source="text", path=str(tmp_path), sequence_length=64, rows=4, eval_fraction=0.2
+    )
+
+
+def change(config: DataConfig, **options) -> DataConfig:
+    return DataConfig(**{**config.__dict__, **options})
+
+
+def loader(config: DataConfig, split: str = "train", mesh: Mesh | None = None, **more) -> Loader:
+    return make_loader(config, split=split, mesh=mesh or make_mesh(), seed=7, **more)
+
+
+def take(source: Loader, count: int) -> list[dict[str, list]]:
+    return [plain(next(source)) for _ in range(count)]
+
+
+def plain(batch: Batch) -> dict[str, list]:
+    return {name: np.asarray(field).tolist() for name, field in batch._asdict().items()}
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 4), (2, 2, 2), (1, 1, 4)])
+@pytest.mark.parametrize("windows", [1, 3])
+def test_batches_lie_on_the_mesh(config, shape, windows):
+    """Sharded as said, and whatever the mesh the same as the host's own rows."""
+    mesh = make_mesh(*shape)
+    with loader(config, mesh=mesh, windows=windows) as placed:
+        corpus = placed._corpus
+        start = np.asarray([Record().to_ints()] * 4)
+        made = iter(
+            batches(corpus, config, rows=list(range(4)), records=start, windows=windows, workers=0)
+        )
+        for _ in range(3):
+            batch, expected = next(placed), next(made).batch
+            assert plain(batch) == plain(expected)
+            for name, field in batch._asdict().items():
+                spec = PartitionSpec(None, ("data", "fsdp"), "context")
+                if name == "continues":
+                    spec = PartitionSpec(None, ("data", "fsdp"))
+                else:
+                    assert field.shape == (windows, 4, 64)
+                assert field.sharding.spec == spec
+                assert field.sharding.mesh == mesh
+
+
+def test_targets_cross_ranks_and_rows(config):
+    """A rank's and a row's last token predict what comes next, wherever it lies."""
+    with loader(config, mesh=make_mesh(context=4)) as placed:
+        first, second = take(placed, 2)
+    crossing = 0
+    for row in range(4):
+        tokens = first["tokens"][0][row] + second["tokens"][0][row]
+        targets = first["targets"][0][row] + second["targets"][0][row]
+        weights = first["loss_weights"][0][row] + second["loss_weights"][0][row]
+        for place in (15, 31, 47, 63):
+            if tokens[place] != 257:
+                assert (targets[place], weights[place]) == (tokens[place + 1], 1.0)
+                crossing += 1
+            else:
+                assert (targets[place], weights[place]) == (0, 0.0)
+    assert crossing > 8
+
+
+@pytest.mark.parametrize("packing", ["stream", "whole"])
+def test_restored_anywhere_the_same_batches_follow(config, packing):
+    """From every position of two epochs, whatever ran ahead; the position is plain JSON."""
+    config = change(config, packing=packing, epochs=2, packing_bins=3)
+    states, made = [], []
+    with loader(change(config, prefetch=5)) as source:
+        for batch in source:
+            made.append(plain(batch))
+            states.append(json.loads(json.dumps(source.state())))
+        counts = source.counts()
+    assert len(made) > 40
+    assert len({json.dumps(batch) for batch in made}) == len(made)
+    with loader(change(config, prefetch=1)) as again:
+        for place in range(0, len(made), 7):
+            assert again.restore(states[place]) == ""
+            assert take(again, min(2, len(made) - place - 1)) == made[place + 1 : place + 3]
+        again.restore(states[9])
+        assert take(again, len(made) - 10) == made[10:]
+        assert again.state() == states[-1]
+        assert not list(again)
+        assert again.counts() == counts
+
+
+CHILD = """
+import json, sys
+sys.path.insert(0, {root!r})
+if __name__ == "__main__":
+    import hashlib, jax, numpy as np
+    from jax.sharding import Mesh
+    from data.loader import make_loader
+    from data.options import DataConfig
+    given = json.load(sys.stdin)
+    mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1, 1),
+                ("data", "fsdp", "context", "tensor"))
+    for options, state, count in given:
+        loader = make_loader(DataConfig(**options), split="train", mesh=mesh, seed=7, windows=2)
+        loader.restore(state)
+        digests = []
+        for _ in range(count):
+            batch = next(loader)
+            digests.append(hashlib.sha256(b"".join(
+                np.asarray(field).tobytes() for field in batch)).hexdigest())
+        print(json.dumps([digests, loader.state()]))
+    # Left open: the thread and the workers must not keep the process from ending.
+"""
+
+
+def test_a_new_process_goes_on_with_workers(config):
+    """N batches here; n here and N - n in a new process with two workers; it ends by itself."""
+    import hashlib
+
+    given, expected = [], []
+    for packing in ("stream", "whole"):
+        options = change(config, packing=packing, epochs=3)
+        with loader(options, windows=2) as source:
+            take(source, 11)
+            state = source.state()
+            digests = [
+                hashlib.sha256(b"".join(np.asarray(f).tobytes() for f in batch)).hexdigest()
+                for batch in (next(source) for _ in range(15))
+            ]
+            expected.append([digests, source.state()])
+        given.append([change(options, workers=2).__dict__, state, 15])
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD.format(root=str(ROOT))],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert child.returncode == 0, child.stderr
+    assert [json.loads(line) for line in child.stdout.splitlines()] == expected
+    assert "Exception ignored" not in child.stderr
+
+
+def test_another_sequence_length_goes_on_with_the_same_tokens(config):
+    with loader(config) as source:
+        take(source, 5)
+        state = source.state()
+        rest = take(source, 4)
+    with loader(change(config, sequence_length=32)) as shorter:
+        assert shorter.restore(state) == ""
+        halves = take(shorter, 8)
+    for row in range(4):
+        long = [token for batch in rest for token in batch["tokens"][0][row]]
+        assert [token for batch in halves for token in batch["tokens"][0][row]] == long
+        assert halves[0]["continues"][0][row] == rest[0]["continues"][0][row]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rows": 2}, "config.data.rows: the saved data position is for 4, this run has 2"),
+        ({"packing": "whole"}, "config.data.packing"),
+        ({"eval_fraction": 0.5}, "config.data.path"),
+        ({"tokenizer": "words"}, "config.data.tokenizer"),
+    ],
+)
+def test_a_position_of_other_data_is_refused(config, options, said):
+    with loader(config) as source:
+        next(source)
+        state = source.state()
+    if "tokenizer" in options:
+        state["data"]["tokenizer"] = "words"
+    other = loader(change(config, **{k: v for k, v in options.items() if k != "tokenizer"}))
+    with pytest.raises(ValueError) as caught:
+        other.restore(state)
+    assert str(caught.value).startswith(said)
+    assert "go_on" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="version 9"):
+        other.restore({**state, "version": 9})
+
+
+def test_another_seed_is_refused(config):
+    with loader(config) as source:
+        next(source)
+        state = source.state()
+    with pytest.raises(ValueError, match=r"config\.train\.seed: .* 7, this run has 8"):
+        make_loader(config, split="train", mesh=make_mesh(), seed=8).restore(state)
+
+
+def test_going_on_with_other_rows_loses_nothing(config):
+    """Every token of the epoch once, through three numbers of rows and a restart in between."""
+    config = change(config, epochs=1, if_changed="go_on")
+    with loader(config) as source:
+        expected = sum(len(source.source[i].text) + 2 for i in range(len(source.source)))
+        made = take(source, 6)
+        state = source.state()
+    with loader(change(config, rows=2)) as source:
+        line = source.restore(state)
+        assert line.startswith("config.data.rows: the saved data position is for 4, this run has 2")
+        assert "dealt anew to 2 rows" in line and "\n" not in line
+        made += take(source, 5)
+        assert not np.any(made[6]["continues"])
+        state = source.state()
+    with loader(change(config, rows=2)) as source:
+        assert source.restore(state) == ""  # the same rows again: nothing to deal anew
+        made += take(source, 4)
+        state = source.state()
+    with loader(change(config, rows=3)) as source:
+        assert source.restore(state)
+        made += [plain(batch) for batch in source]
+        assert source.counts()["tokens"] == expected
+        assert source.counts()["documents"] == len(source.source)
+    assert sum(np.count_nonzero(batch["segment_ids"]) for batch in made) == expected
+    ends = sum(np.count_nonzero(np.asarray(batch["tokens"]) == 257) for batch in made)
+    assert ends == len(source.source)
+
+
+def test_going_on_with_other_documents_starts_them(config):
+    with loader(config) as source:
+        take(source, 9)
+        state = source.state()
+    other = loader(change(config, eval_fraction=0.5, if_changed="go_on"))
+    line = other.restore(state)
+    assert line.startswith("config.data.path: ") and "from their beginning" in line
+    fresh = loader(change(config, eval_fraction=0.5))
+    assert take(other, 3) == take(fresh, 3)
+    assert other.state()["batches"] == 12
+
+
+def test_evaluation_is_the_same_every_time(config):
+    config = change(config, packing="stream")
+    source = loader(config, "eval")
+    first = [plain(batch) for batch in source]
+    assert [plain(batch) for batch in source] == first
+    interrupted = iter(source)
+    next(interrupted)
+    assert [plain(batch) for batch in source] == first
+    other_seed = make_loader(config, split="eval", mesh=make_mesh(context=2), seed=1)
+    assert [plain(batch) for batch in other_seed] == first
+    limited = loader(config, "eval", max_batches=2)
+    assert [plain(batch) for batch in limited] == first[:2]
+    held_out = sum(len(source.source[i].text) + 2 for i in range(len(source.source)))
+    assert sum(np.count_nonzero(batch["segment_ids"]) for batch in first) == held_out
+    assert np.any(np.asarray(first[-1]["segment_ids"])[..., -1] == 0)
+    for batch in first:
+        padded = np.asarray(batch["segment_ids"]) == 0
+        for name in ("tokens", "targets", "positions", "loss_weights", "target_bytes"):
+            assert not np.asarray(batch[name])[padded].any()
+
+
+def test_training_ends_with_its_epochs(config):
+    """All tokens of two epochs, then the end, again and again; without epochs no end."""
+    source = loader(change(config, epochs=2))
+    tokens = sum(int(np.count_nonzero(batch.segment_ids)) for batch in source)
+    assert tokens == 2 * sum(len(source.source[i].text) + 2 for i in range(len(source.source)))
+    with pytest.raises(StopIteration):
+        next(source)
+    with loader(config) as endless:
+        passed = 0
+        while passed < 3 * tokens:
+            passed += int(np.count_nonzero(next(endless).segment_ids))
+        assert endless.counts()["padding"] == 0
+
+
+def test_what_was_met_is_counted(tmp_path):
+    contents = [b"x", b"", b"\xff\xfe!", b"long " * 40, b"fine", b"y", b"caf\xe9", b""]
+    for number, text in enumerate(contents):
+        (tmp_path / f"{number}.txt").write_bytes(text)
+    options = DataConfig(
+        source="text",
+        path=str(tmp_path),
+        eval_path=str(tmp_path),
+        sequence_length=32,
+        rows=2,
+        epochs=1,
+    )
+    for packing in ("stream", "whole"):
+        source = loader(change(options, packing=packing))
+        places = sum(batch.tokens.size for batch in source)
+        counts = source.counts()
+        tokens = sum(len(text) + 2 for text in contents if text)
+        assert counts == {
+            "documents": 6,
+            "empty": 2,
+            "broken": 0,
+            "invalid_utf8": 2,
+            "one_byte": 2,
+            "longer_than_row": 1,
+            "tokens": tokens,
+            "padding": places - tokens,
+        }
+        line = source.summary()
+        assert "6 documents" in line and "2 empty" in line and "\n" not in line
+
+
+def test_an_error_of_reading_reaches_the_caller(config):
+    """In one line, at the batch that needed the file; asking again neither hangs nor skips."""
+    with loader(config) as source:
+        before = take(source, 1)
+        for file in Path(config.path).iterdir():
+            file.rename(file.with_suffix(".gone"))
+        with pytest.raises(ValueError, match=r"config\.data\.path: .* can no longer be read"):
+            take(source, 100)
+        with pytest.raises(ValueError, match=r"config\.data\.path"):
+            take(source, 100)
+        state = source.state()
+        for file in Path(config.path).iterdir():
+            file.rename(file.with_suffix(".txt"))
+        after = take(source, 30)
+    with loader(config) as whole:
+        whole.restore(state)
+        assert take(whole, 30) == after
+        assert before[0] not in after
+
+
+def test_waiting_is_measured(config, monkeypatch):
+    from data.documents import DocumentSource
+
+    read = DocumentSource.__getitem__
+
+    def slow(self, index):
+        import time
+
+        time.sleep(0.05)
+        return read(self, index)
+
+    monkeypatch.setattr(DocumentSource, "__getitem__", slow)
+    with loader(config) as source:
+        next(source)
+        assert 0.2 < source.wait_seconds < 5  # four streams open a document each
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "said"),
+    [
+        ((2, 2, 1), {"rows": 6}, "config.data.rows=6: needs a multiple of mesh.data * mesh.fsdp"),
+        ((1, 1, 4), {"sequence_length": 66}, "config.data.sequence_length=66: needs a multiple of"),
+        ((2, 1, 1), {"rows": 1}, "= 2, such as 2"),
+        ((1, 1, 1), {"path": "/nowhere"}, "config.data.path='/nowhere': no such file"),
+        ((1, 1, 1), {"tokenizer": "/nowhere.json"}, "config.data.tokenizer='/nowhere.json'"),
+    ],
+)
+def test_errors_come_when_the_loader_is_made(config, shape, options, said):
+    with pytest.raises(ValueError) as caught:
+        loader(change(config, **options), mesh=make_mesh(*shape))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_importing_starts_nothing():
+    """Options and Batch need neither JAX nor grain; the loader starts no backend."""
+    code = """
+import sys
+import data.batch, data.options
+assert not {"jax", "grain", "pyarrow"} & set(sys.modules)
+import data.loader
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+assert not {"pyarrow.parquet", "tokenizers", "sentencepiece"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
