@@ -28,6 +28,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.kda import pair_tiles as tiles
 from kernels.kda.exchange import Relay, relay_scratch
+from kernels.kda.forward_steps import (
+    local_work,
+    parked_unit,
+    pass_chunk,
+    put_heads,
+    put_matrices,
+    save_states,
+    whole_step,
+)
 from kernels.kda.pair_tiles import C
 from kernels.kda.plan import Plan, Ref, Tile, out_struct
 from kernels.kda.problem import FinalState, StatePolicy
@@ -63,6 +72,8 @@ class Outputs(NamedTuple):
     vn: Any  # [heads, T, V], or None
     exit: Any  # [heads, V, K] float32: the state at the rank's end, or None
     finals: Any  # [heads, max_segments, V, K] float32, or None
+    totals: Any  # [state groups, N, heads of one, K] float32, a wave's scratch, or None
+    spare: Any  # [heads, T, K], a wave's scratch where `out` has another shape, or None
 
 
 def run(plan: Plan, operands: Operands) -> Outputs:
@@ -110,100 +121,263 @@ def _output_shapes(plan: Plan, operands: Operands) -> Outputs:
         finals=like((h, plan.problem.max_segments, v, k), jnp.float32)
         if wanted is FinalState.ALL
         else None,
+        totals=like((plan.state_groups, t // C, 2 * plan.wave, k), jnp.float32)
+        if plan.wave
+        else None,
+        spare=like((h, t, k)) if plan.wave and k != v else None,
     )
 
 
 def _scratch(plan: Plan, operands: Operands) -> dict[str, Any]:
-    """VMEM of the kernel: double buffers of a step's tiles, the group's states, tables."""
-    h, t, k, v = plan.group_heads, plan.chunks * C, plan.keys, plan.values
-    two = lambda *shape, dtype=plan.dtype: pltpu.VMEM((2, *shape), dtype)  # noqa: E731
+    """The kernel's VMEM. A fused walk needs one set of buffers; a wave one for each phase."""
     parts = 1 if plan.one_part else 3
-    scratch = {
-        "q": two(h, t, k),
-        "k": two(h, t, k),
-        "v": two(h, t, v),
-        "decay": two(h, t, k, dtype=plan.decay_dtype),
-        "rows": two(plan.chunks, plan.group, 2 * C, dtype=jnp.float32),
-        "columns": two(t, operands.columns.shape[-1], dtype=jnp.float32),
-        "out": two(h, t, v),
-        "states": two(v // C, h, t, k),
-        "a": two(plan.group, t, 2 * C),
-        "aqk": two(plan.group, t, 2 * C),
-        "state": pltpu.VMEM((h, v, k), jnp.float32),
+    shared = {
         "level": pltpu.VMEM((C, 2 * C), jnp.int32),
         "sums": pltpu.VMEM((3 * C, parts * C), jnp.bfloat16),
+    }
+    lanes = operands.columns.shape[-1]
+    local, state = _local_buffers(plan, lanes), _state_buffers(plan)
+    if plan.wave:
+        return {"local": shared | local, "state": state}
+    return {"both": shared | local | state}
+
+
+def _two(plan: Plan, *shape: int, dtype=None):
+    return pltpu.VMEM((2, *shape), plan.dtype if dtype is None else dtype)
+
+
+def _local_buffers(plan: Plan, lanes: int) -> dict[str, Any]:
+    h, t, k = plan.group_heads, plan.chunks * C, plan.keys
+    buffers = {
+        "q": _two(plan, h, t, k),
+        "k": _two(plan, h, t, k),
+        "decay": _two(plan, h, t, k, dtype=plan.decay_dtype),
+        "rows": _two(plan, plan.chunks, plan.group, 2 * C, dtype=jnp.float32),
+        "columns": _two(plan, t, lanes, dtype=jnp.float32),
+        "a": _two(plan, plan.group, t, 2 * C),
+        "aqk": _two(plan, plan.group, t, 2 * C),
         "loaded": pltpu.SemaphoreType.DMA((2,)),
         "stored": pltpu.SemaphoreType.DMA((2,)),
-        "moved": pltpu.SemaphoreType.DMA,
+    }
+    if plan.wave:
+        share = plan.group // plan.wave
+        buffers |= {x: _two(plan, h, t, k) for x in ("p", "qg", "kg")}
+        buffers["total"] = _two(plan, share, plan.chunks, 2 * plan.wave, k, dtype=jnp.float32)
+    return buffers
+
+
+def _state_buffers(plan: Plan) -> dict[str, Any]:
+    pairs, chunks = (plan.wave, plan.wave_chunks) if plan.wave else (plan.group, plan.chunks)
+    h, t, k, v = 2 * pairs, chunks * C, plan.keys, plan.values
+    buffers = {
+        "v": _two(plan, h, t, v),
+        "out": _two(plan, h, t, v),
+        "states": _two(plan, v // C, h, t, k),
+        "state": pltpu.VMEM((h, v, k), jnp.float32),
     }
     if plan.problem.state_policy is StatePolicy.SAVE:
-        scratch["vn"] = two(h, t, v)
+        buffers["vn"] = _two(plan, h, t, v)
     if plan.line is not None:
-        scratch["relay"] = relay_scratch(jax.ShapeDtypeStruct((h, v, k), jnp.float32))
-    return scratch
+        buffers["relay"] = relay_scratch(jax.ShapeDtypeStruct((h, v, k), jnp.float32))
+    if plan.wave:
+        buffers |= {x: _two(plan, h, t, k) for x in ("p", "qg", "kg")}
+        buffers |= {x: _two(plan, pairs, t, 2 * C) for x in ("a", "aqk")}
+        buffers["total"] = _two(plan, chunks, h, k, dtype=jnp.float32)
+        buffers["loaded"] = pltpu.SemaphoreType.DMA((2,))
+        buffers["stored"] = pltpu.SemaphoreType.DMA((2,))
+    return buffers
 
 
 def _kernel(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any]) -> None:
-    s["level"][...] = tiles.level_table()
-    s["sums"][...] = tiles.sum_table(1 if plan.one_part else 3)
-    loads, stores = _streams(plan, ops, outs, s)
-    total = plan.groups * plan.steps
+    first, last = (s["local"], s["state"]) if plan.wave else (s["both"], s["both"])
+    first["level"][...] = tiles.level_table()
+    first["sums"][...] = tiles.sum_table(1 if plan.one_part else 3)
     relay = None
     if plan.line is not None:
-        relay = Relay(plan.line, ops.coords, 1, plan.groups, s["relay"])
+        rounds = plan.state_groups
+        relay = Relay(plan.line, ops.coords, 1, rounds, last["relay"])
         relay.open()
-    loads.start(0)
-
-    def group(g, _):
-        _enter(plan, ops, s, relay, g)
-
-        def step(j, _):
-            at = g * plan.steps + j
-            loads.arrive(at, total)
-            stores.make_room(at)
-            _step(plan, ops, outs, s, g, j, jax.lax.rem(at, 2))
-            stores.start(at)
-            return 0
-
-        jax.lax.fori_loop(0, plan.steps, step, 0)
-        _leave(plan, outs, s, relay, g)
-        return 0
-
-    jax.lax.fori_loop(0, plan.groups, group, 0)
-    stores.drain(total)
+    if plan.wave:
+        _local_phase(plan, ops, outs, first)
+        _state_phase(plan, ops, outs, last, relay)
+    else:
+        _fused(plan, ops, outs, first, relay)
     if relay is not None:
         relay.close()
 
 
-def _streams(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any]) -> tuple[Loads, Stores]:
-    def heads(ref, size):
+def _walk(groups: int, steps: int, loads: Loads, stores: Stores, step, enter=None, leave=None):
+    """Run step(g, j, slot) for all steps of all groups, moving tiles around it."""
+    total = groups * steps
+    loads.start(0)
+
+    def group(g, _):
+        if enter is not None:
+            enter(g)
+
+        def one(j, _):
+            at = g * steps + j
+            loads.arrive(at, total)
+            stores.make_room(at)
+            step(g, j, jax.lax.rem(at, 2))
+            stores.start(at)
+            return 0
+
+        jax.lax.fori_loop(0, steps, one, 0)
+        if leave is not None:
+            leave(g)
+        return 0
+
+    jax.lax.fori_loop(0, groups, group, 0)
+    stores.drain(total)
+
+
+def _fused(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any], relay) -> None:
+    view = Views(plan.group, plan.chunks, plan.steps)
+    loads = [*_local_loads(plan, ops, s, view), (view.heads(ops.v), s["v"])]
+    stores = [(view.pairs(outs.a), s["a"]), (view.pairs(outs.aqk), s["aqk"])]
+    stores += _state_stores(outs, s, view)
+    _walk(
+        plan.groups,
+        plan.steps,
+        Loads(loads, s["loaded"]),
+        Stores(stores, s["stored"]),
+        lambda g, j, slot: whole_step(plan, ops, outs, s, g, j, slot),
+        lambda g: _enter(plan, ops, s, relay, g),
+        lambda g: _leave(outs, s, relay, g),
+    )
+
+
+def _local_phase(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any]) -> None:
+    """All that needs no state, for all chunks: the matrices go where the backward finds them, the
+    decayed queries and keys into outputs that the state pass fills later (`Parked`)."""
+    view = Views(plan.group, plan.chunks, plan.steps)
+    parked = _parked(outs)
+    share = plan.group // plan.wave
+
+    def totals(at):
+        g, j = divided(at, plan.steps)
+        return outs.totals.at[pl.ds(g * share, share), pl.ds(j * plan.chunks, plan.chunks)]
+
+    stores = [(view.pairs(outs.a), s["a"]), (view.pairs(outs.aqk), s["aqk"])]
+    stores += [(view.heads(ref), s[name]) for name, ref in parked.items()]
+    stores.append((totals, s["total"]))
+
+    def step(g, j, slot):
+        units = [(c, p) for c in range(plan.chunks) for p in range(plan.group)]
+        locals_ = local_work(plan, Tile(plan, ops.gate, s, g, slot), s, units)
+        put_matrices(s, slot, units, locals_)
+        for (c, p), unit in zip(units, locals_):
+            put_heads(s["p"], slot, c, p, unit.p)
+            put_heads(s["qg"], slot, c, p, unit.qg)
+            put_heads(s["kg"], slot, c, p, unit.kg)
+            for i in (0, 1):
+                row = 2 * (p % plan.wave) + i
+                lanes = slice(i * plan.keys, (i + 1) * plan.keys)
+                s["total"][slot, p // plan.wave, c, row : row + 1] = unit.total[:, lanes]
+
+    loads = Loads(_local_loads(plan, ops, s, view), s["loaded"])
+    _walk(plan.groups, plan.steps, loads, Stores(stores, s["stored"]), step)
+
+
+def _state_phase(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any], relay) -> None:
+    """The states' way through all chunks, group by group: this rank works on one group while the
+    rank behind it works on the next."""
+    steps = plan.tokens // (C * plan.wave_chunks)
+    view = Views(plan.wave, plan.wave_chunks, steps)
+
+    def totals(at):
+        g, j = divided(at, steps)
+        return outs.totals.at[g, pl.ds(j * plan.wave_chunks, plan.wave_chunks)]
+
+    loads = [(view.pairs(outs.a), s["a"]), (view.pairs(outs.aqk), s["aqk"])]
+    loads += [(view.heads(ref), s[name]) for name, ref in _parked(outs).items()]
+    loads += [(totals, s["total"]), (view.heads(ops.v), s["v"])]
+
+    def step(g, j, slot):
+        for c in range(plan.wave_chunks):
+            save_states(plan, s, slot, c)
+            units = [parked_unit(s, slot, c, p) for p in range(plan.wave)]
+            pass_chunk(plan, s, units, slot, c)
+
+    _walk(
+        plan.state_groups,
+        steps,
+        Loads(loads, s["loaded"]),
+        Stores(_state_stores(outs, s, view), s["stored"]),
+        step,
+        lambda g: _enter(plan, ops, s, relay, g),
+        lambda g: _leave(outs, s, relay, g),
+    )
+
+
+def _parked(outs: Outputs) -> dict[str, Ref]:
+    """Where the local phase leaves decayed queries and keys [heads, T, K]: in the outputs of the
+    state pass, which reads a chunk's before it writes it, so that a wave needs no memory for
+    them."""
+    spare = outs.out if outs.spare is None else outs.spare
+    return {"p": spare, "qg": outs.states[0], "kg": outs.states[1]}
+
+
+class Views:
+    """HBM slices of a step: `group` pairs of heads, `chunks` chunks; `steps` steps a group."""
+
+    def __init__(self, group: int, chunks: int, steps: int):
+        self._group, self._chunks, self._steps = group, chunks, steps
+
+    def _place(self, at):
+        g, j = divided(at, self._steps)
+        return g, pl.ds(j * self._chunks * C, self._chunks * C)
+
+    def heads(self, ref: Ref):
+        """Of [heads, T, D]."""
+
         def view(at):
-            g, j = divided(at, plan.steps)
-            tokens = pl.ds(j * plan.chunks * C, plan.chunks * C)
-            return ref.at[pl.ds(g * size, size), tokens]
+            g, tokens = self._place(at)
+            return ref.at[pl.ds(g * 2 * self._group, 2 * self._group), tokens]
 
         return view
 
-    def rows(at):
-        g, j = divided(at, plan.steps)
-        return ops.rows.at[pl.ds(j * plan.chunks, plan.chunks), pl.ds(g * plan.group, plan.group)]
+    def pairs(self, ref: Ref):
+        """Of [pairs, T, D]."""
 
-    def columns(at):
-        g, j = divided(at, plan.steps)
-        return ops.columns.at[g, pl.ds(j * plan.chunks * C, plan.chunks * C)]
+        def view(at):
+            g, tokens = self._place(at)
+            return ref.at[pl.ds(g * self._group, self._group), tokens]
 
-    loads = [(heads(getattr(ops, x), plan.group_heads), s[x]) for x in ("q", "k", "v", "decay")]
-    loads += [(rows, s["rows"]), (columns, s["columns"])]
-    stores = [
-        (heads(outs.out, plan.group_heads), s["out"]),
-        (heads(outs.a, plan.group), s["a"]),
-        (heads(outs.aqk, plan.group), s["aqk"]),
-    ]
-    for j, ref in enumerate(outs.states):
-        stores.append((heads(ref, plan.group_heads), s["states"].at[:, j]))
+        return view
+
+    def columns(self, ref: Ref):
+        """Of [groups, T, lanes]."""
+
+        def view(at):
+            g, tokens = self._place(at)
+            return ref.at[g, tokens]
+
+        return view
+
+    def rows(self, ref: Ref):
+        """Of [N, pairs, 2C]."""
+
+        def view(at):
+            g, j = divided(at, self._steps)
+            chunks = pl.ds(j * self._chunks, self._chunks)
+            return ref.at[chunks, pl.ds(g * self._group, self._group)]
+
+        return view
+
+
+def _local_loads(plan: Plan, ops: Operands, s: dict[str, Any], view: Views) -> list:
+    loads = [(view.heads(getattr(ops, x)), s[x]) for x in ("q", "k", "decay")]
+    return [*loads, (view.rows(ops.rows), s["rows"]), (view.columns(ops.columns), s["columns"])]
+
+
+def _state_stores(outs: Outputs, s: dict[str, Any], view: Views) -> list:
+    stores = [(view.heads(outs.out), s["out"])]
+    stores += [(view.heads(ref), s["states"].at[:, j]) for j, ref in enumerate(outs.states)]
     if outs.vn is not None:
-        stores.append((heads(outs.vn, plan.group_heads), s["vn"]))
-    return Loads(loads, s["loaded"]), Stores(stores, s["stored"])
+        stores.append((view.heads(outs.vn), s["vn"]))
+    return stores
 
 
 def _enter(plan: Plan, ops: Operands, s: dict[str, Any], relay: Relay | None, g) -> None:
@@ -215,7 +389,8 @@ def _enter(plan: Plan, ops: Operands, s: dict[str, Any], relay: Relay | None, g)
         if ops.starts is None:
             state[...] = jnp.zeros_like(state)
         else:
-            pltpu.sync_copy(ops.starts.at[pl.ds(g * plan.group_heads, plan.group_heads), 0], state)
+            heads = pl.ds(g * state.shape[0], state.shape[0])
+            pltpu.sync_copy(ops.starts.at[heads, 0], state)
 
     if relay is None:
         start()
@@ -229,144 +404,11 @@ def _enter(plan: Plan, ops: Operands, s: dict[str, Any], relay: Relay | None, g)
         relay.release(g)
 
 
-def _leave(plan: Plan, outs: Outputs, s: dict[str, Any], relay: Relay | None, g) -> None:
+def _leave(outs: Outputs, s: dict[str, Any], relay: Relay | None, g) -> None:
     if relay is not None:
         relay.reserve(g)
         relay.reply(g)[...] = s["state"][...]
         relay.send(g)
     if outs.exit is not None:
-        heads = pl.ds(g * plan.group_heads, plan.group_heads)
+        heads = pl.ds(g * s["state"].shape[0], s["state"].shape[0])
         pltpu.sync_copy(s["state"], outs.exit.at[heads])
-
-
-# --- one step ------------------------------------------------------------------------------------
-
-
-def _step(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any], g, j, slot) -> None:
-    tile = Tile(plan, ops.gate, s, g, slot)
-    pairs = range(plan.group)
-    units = [(c, p) for c in range(plan.chunks) for p in pairs]
-    locals_ = _local(plan, tile, s, units)
-    for (c, p), unit in zip(units, locals_):
-        s["a"][slot, p, pl.ds(c * C, C)] = unit.a
-        s["aqk"][slot, p, pl.ds(c * C, C)] = unit.aqk
-    for c in range(plan.chunks):
-        here = locals_[c * plan.group : (c + 1) * plan.group]
-        _save_states(plan, s, slot, c)
-        if plan.pieces:
-            _pieces(plan, ops, outs, s, tile, here, g, j * plan.chunks + c, slot, c)
-        else:
-            values = [tile.heads("v", c, p) for p in pairs]
-            out, vn, states = tiles.state_step(_states(plan, s), here, values)
-            _put_states(plan, s, states)
-            for p in pairs:
-                _put_heads(plan, s["out"], slot, c, p, plan.problem.scale * out[p])
-                if "vn" in s:
-                    _put_heads(plan, s["vn"], slot, c, p, vn[p])
-
-
-def _local(plan: Plan, tile: Tile, s: dict[str, Any], units) -> list[tiles.Local]:
-    """Everything of these units that needs no state. Scores go `LOCKSTEP` units at a time: more
-    would only spill; the inverse is all latency and takes all of them."""
-    table, sums = s["level"][...], s["sums"][...]
-    found = []
-    for first in range(0, len(units), LOCKSTEP):
-        block = units[first : first + LOCKSTEP]
-        ladders = tiles.decay_ladders([tile.decay(*u) for u in block], sums)
-        queries, keys = [tile.query(*u) for u in block], [tile.key(*u) for u in block]
-        found += tiles.local_scores(queries, keys, ladders, table, plan.dtype)
-    lowers = [tile.beta_columns(*u) * kk for u, (_, kk) in zip(units, found)]
-    inverses = tiles.inverses(lowers, table, plan.dtype)
-    for u, (local, _), x in zip(units, found, inverses):
-        local.a = (x * tile.beta_row(*u)).astype(plan.dtype)
-    return [local for local, _ in found]
-
-
-LOCKSTEP = 8
-
-
-def _states(plan: Plan, s: dict[str, Any]) -> list[jax.Array]:
-    state = s["state"]
-    return [jnp.concatenate([state[2 * p], state[2 * p + 1]], axis=1) for p in range(plan.group)]
-
-
-def _put_states(plan: Plan, s: dict[str, Any], states: list[jax.Array]) -> None:
-    for p, x in enumerate(states):
-        s["state"][2 * p] = x[:, : plan.keys]
-        s["state"][2 * p + 1] = x[:, plan.keys :]
-
-
-def _put_heads(plan: Plan, ref: Ref, slot, c: int, p: int, x: jax.Array) -> None:
-    x = x.astype(ref.dtype)
-    for i in (0, 1):
-        ref[slot, 2 * p + i, pl.ds(c * C, C)] = x[:, i * plan.values : (i + 1) * plan.values]
-
-
-def _save_states(plan: Plan, s: dict[str, Any], slot, c: int) -> None:
-    for j in range(plan.values // C):
-        rows = s["state"][:, j * C : (j + 1) * C]
-        s["states"][slot, j, :, pl.ds(c * C, C)] = rows.astype(plan.dtype)
-
-
-# --- chunks in which segments start --------------------------------------------------------------
-
-
-def _pieces(plan, ops, outs, s, tile: Tile, locals_, g, n, slot, c: int) -> None:
-    """The state-dependent part of a chunk, once a piece. Piece 0 enters with the carried state, a
-    later one with its segment's start state; the state before that belongs to `finals`."""
-    pairs = range(plan.group)
-
-    def piece(i, _):
-        @pl.when(i > 0)
-        def _start_segments():
-            _swap_states(plan, ops, outs, s, g, n, i)
-
-        decays = [tile.decay_of_piece(c, p, i) for p in pairs]
-        here, keep = [], []
-        for p, ladder in zip(pairs, tiles.decay_ladders(decays, s["sums"][...])):
-            local = tiles.entry_factors(tile.query(c, p), tile.key(c, p), ladder, plan.dtype)
-            local.a = s["a"][slot, p, pl.ds(c * C, C)]
-            local.aqk = s["aqk"][slot, p, pl.ds(c * C, C)]
-            here.append(local)
-            mine = tile.of_rows("piece", c, p, plan.values) == i
-            keep.append(mine.astype(jnp.float32))
-        values = [tile.heads("v", c, p) for p in pairs]
-        out, vn, states = tiles.state_step(_states(plan, s), here, values, keep)
-        _put_states(plan, s, states)
-        for p in pairs:
-            _add_heads(plan, s["out"], slot, c, p, plan.problem.scale * out[p], i)
-            if "vn" in s:
-                _add_heads(plan, s["vn"], slot, c, p, vn[p].astype(jnp.float32), i)
-        return 0
-
-    jax.lax.fori_loop(0, ops.pieces[g, n, 0], piece, 0)
-
-
-def _add_heads(plan: Plan, ref: Ref, slot, c: int, p: int, x: jax.Array, i) -> None:
-    """Pieces fill different rows: exact in any dtype."""
-    old = jnp.concatenate(
-        [ref[slot, h, pl.ds(c * C, C)] for h in (2 * p, 2 * p + 1)], axis=1
-    ).astype(jnp.float32)
-    _put_heads(plan, ref, slot, c, p, x + jnp.where(i == 0, 0.0, old))
-
-
-def _swap_states(plan, ops, outs, s, g, n, i) -> None:
-    """Give the finished segment's state away and put the new segment's start in its place, in rows
-    of the batch that have a piece i in this chunk."""
-    rows = plan.row_of_head
-    for row in range(plan.group_rows):
-        first, heads = rows.index(row), rows.count(row)
-
-        @pl.when(i < ops.pieces[g, n, 1 + row])
-        def _swap(row=row, first=first, heads=heads):
-            segment = ops.pieces[g, n, 1 + plan.group_rows + row] + i
-            state = s["state"].at[pl.ds(first, heads)]
-            at = pl.ds(g * plan.group_heads + first, heads)
-            if outs.finals is not None:
-
-                @pl.when(segment <= plan.problem.max_segments)
-                def _keep():
-                    pltpu.sync_copy(state, outs.finals.at[at, segment - 1])
-
-            slot = jnp.minimum(segment, plan.slots - 1)
-            pltpu.sync_copy(ops.starts.at[at, slot], state)

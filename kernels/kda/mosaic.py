@@ -21,6 +21,7 @@ from kernels.segments import Segments
 
 LANES = 128
 UNITS = 16  # head pairs x chunks in lockstep: enough to hide a product's latency, see NOTES.md
+WAVE = 4  # head pairs in lockstep where states pass between ranks: a message is theirs
 BETA_FLOOR = 2.0**-48  # |beta| below it is raised to it: the backward divides by beta
 FREE = 3e38  # no upper limit on a log decay
 
@@ -62,8 +63,11 @@ def plan_forward(problem: Problem, inputs: Inputs) -> Plan:
     slots = 0 if inputs.initial_state is None else inputs.initial_state.shape[1]
     pieces = slots > 1 or inputs.start_state is not None
     pieces |= problem.final_state is FinalState.ALL
-    group = largest_divisor(total // 2, UNITS)
-    chunks = largest_divisor(length // C, max(UNITS // group, 1))
+    line = None if problem.axis_name is None else line_of(problem.axis_name)
+    most = WAVE if pieces and line is not None else UNITS
+    group = largest_divisor(total // 2, most)
+    chunks = largest_divisor(length // C, max(most // group, 1))
+    waves = line is not None and not pieces
     return Plan(
         problem=problem,
         heads=total,
@@ -77,8 +81,10 @@ def plan_forward(problem: Problem, inputs: Inputs) -> Plan:
         chunks=chunks,
         slots=slots + 1 if pieces else slots,
         pieces=pieces,
-        line=None if problem.axis_name is None else line_of(problem.axis_name),
+        line=line,
         vmem_limit=vmem_bytes() * 7 // 8,
+        wave=largest_divisor(group, WAVE) if waves else 0,
+        wave_chunks=largest_divisor(length // C, 4) if waves else 1,
     )
 
 

@@ -36,6 +36,8 @@ class Plan:
     pieces: bool
     line: Line | None
     vmem_limit: int
+    wave: int = 0  # pairs in lockstep in a state pass of its own; 0: fused with the local work
+    wave_chunks: int = 1  # chunks a step of that pass
 
     @property
     def one_part(self) -> bool:
@@ -49,6 +51,11 @@ class Plan:
     @property
     def groups(self) -> int:
         return self.heads // self.group_heads
+
+    @property
+    def state_groups(self) -> int:
+        """Groups in which states pass, one message between ranks each."""
+        return self.heads // (2 * self.wave) if self.wave else self.groups
 
     @property
     def steps(self) -> int:
