@@ -150,14 +150,3 @@ def _second(x: jax.Array, shape) -> jax.Array:
 
 def _first(x: jax.Array, shape) -> jax.Array:
     return jnp.stack([x, jnp.zeros_like(x)], axis=-3).reshape(shape)
-
-
-def normalize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x / sqrt(sum x^2 + 1e-6) over the last axis, and the reciprocal root [..., 1]."""
-    rstd = jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6)
-    return x * rstd, rstd
-
-
-def normalize_backward(y: jax.Array, rstd: jax.Array, d_y: jax.Array) -> jax.Array:
-    """Gradient of x, from y = x rstd and d_y. Finite for x = 0."""
-    return rstd * (d_y - y * jnp.sum(y * d_y, -1, keepdims=True))

@@ -1,9 +1,10 @@
-"""Passing the state between context ranks in the jnp form: ranks walk their tiles in turn.
+"""Passing the state between context ranks in the jnp form: a wavefront over chain groups.
 
-The work that does not depend on the state is done by all ranks at once before. Compared with
-exchanging affine summaries of a rank's tiles this does no extra arithmetic and keeps the float32
-order of one device, so that any number of ranks gives the same bits; ranks wait for each other
-during the walk. See NOTES.md for the measurement.
+Rank r works on chain group j while rank r - 1 works on group j + 1, and between phases each rank
+hands the finished group's state [G, K, V] to its successor. Compared with exchanging affine
+summaries of the ranks' tokens this does no extra arithmetic and keeps the float32 order of one
+device, so any number of ranks gives the same bits; the price is that ranks - 1 phases run with idle
+ranks. Measured in NOTES.md.
 """
 
 from collections.abc import Callable
@@ -11,28 +12,41 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from kernels.kda.vma import vary
 
+def wavefront(axis_name: str | None, visit: Callable, states, carry, *, upstream: bool = False):
+    """Visit every chain group on every rank, in the order of the ranks.
 
-def walk_in_turn(axis_name: str | None, steps: int, body: Callable, carry, *, upstream=False):
-    """`fori_loop(0, steps, body, carry)` on every rank, one rank after the other.
+    visit(group, active, state, carry) -> (state, carry) walks the group's tokens of this rank; with
+    active False it must return state and carry unchanged and do no work. states [J, G, K, V] are
+    what the first rank's visits start from; every other rank starts from what its predecessor ended
+    with. upstream=True: the last rank is first, states travel to lower ranks.
 
-    carry[0] is the state: rank 0 starts from the one given and every other rank from the state its
-    predecessor ended with (upstream=True: the last rank starts, and states go to predecessors). The
-    rest of the carry stays on its rank. Returns the carry after the rank's own walk.
+    Returns (the states that this rank's visits ended with [J, G, K, V], carry).
     """
+    groups = states.shape[0]
     if axis_name is None:
-        return jax.lax.fori_loop(0, steps, body, carry)
+
+        def alone(group, loop):
+            states, carry = loop
+            state, carry = visit(group, True, states[group], carry)
+            return jax.lax.dynamic_update_index_in_dim(states, state, group, 0), carry
+
+        return jax.lax.fori_loop(0, groups, alone, (states, carry))
+
     ranks, rank = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
-    hops = [(r + 1, r) if upstream else (r, r + 1) for r in range(ranks - 1)]
     place = ranks - 1 - rank if upstream else rank
-    carry = vary(carry, axis_name)
+    hops = [(r + 1, r) if upstream else (r, r + 1) for r in range(ranks - 1)]
 
-    def phase(p, carry):
-        state, *rest = jax.lax.fori_loop(0, jnp.where(place == p, steps, 0), body, carry)
-        arrived = jax.lax.ppermute(state, axis_name, hops)
-        # Only the next rank in line takes what arrives: the others keep theirs.
-        return (jnp.where(place == p + 1, arrived, state), *rest)
+    def phase(p, loop):
+        arrived, ends, carry = loop
+        active = (p >= place) & (p < place + groups)
+        group = jnp.clip(p - place, 0, groups - 1)
+        state = jnp.where(place == 0, states[group], arrived)
+        state, carry = visit(group, active, state, carry)
+        end = jnp.where(active, state, ends[group])
+        ends = jax.lax.dynamic_update_index_in_dim(ends, end, group, 0)
+        return jax.lax.ppermute(state, axis_name, hops), ends, carry
 
-    carry = jax.lax.fori_loop(0, ranks - 1, phase, carry)
-    return jax.lax.fori_loop(0, jnp.where(place == ranks - 1, steps, 0), body, carry)
+    loop = (states[0], jnp.zeros_like(states), carry)
+    _, ends, carry = jax.lax.fori_loop(0, ranks + groups - 1, phase, loop)
+    return ends, carry

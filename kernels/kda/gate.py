@@ -1,5 +1,6 @@
-"""The three gate forms and their gradients, float32, on arrays [..., H, C, K] (H head, K
-channel)."""
+"""From a call's tokens to what the recurrence takes, float32, on arrays [..., C, channels]."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -7,30 +8,41 @@ import jax.numpy as jnp
 from kernels.kda.problem import Gate, Problem
 
 
+class Raw(NamedTuple):
+    """Tokens as given, any float dtype, with the gate's parameters as they broadcast against x."""
+
+    q: jax.Array  # [..., C, K]
+    k: jax.Array
+    x: jax.Array  # gate input
+    beta: jax.Array  # [..., C, 1]
+    a_log: jax.Array | None  # [..., 1, 1]
+    dt_bias: jax.Array | None  # [..., 1, K]
+
+
+class Tokens(NamedTuple):
+    """Prepared tokens, float32; padding is zero, and so does not decay."""
+
+    q: jax.Array  # scaled, and normalized where asked
+    k: jax.Array
+    beta: jax.Array  # [..., C, 1]
+    a: jax.Array  # log decay
+
+
+def prepare(problem: Problem, raw: Raw, valid: jax.Array) -> Tokens:
+    """Mask padding first, so that whatever stands there can't reach a result or a gradient."""
+    q, k, x, beta = (jnp.where(valid, t, 0).astype(jnp.float32) for t in raw[:4])
+    if problem.l2norm:
+        q, k = (t * jax.lax.rsqrt(jnp.sum(t * t, -1, keepdims=True) + 1e-6) for t in (q, k))
+    a = jnp.where(valid, log_decay(problem, x, raw.a_log, raw.dt_bias), 0)
+    return Tokens(q * problem.scale, k, beta, a)
+
+
 def log_decay(problem: Problem, x, a_log, dt_bias):
-    """Log decay (<= 0) of the gate input x [..., H, C, K]; a_log [H], dt_bias [H, K]."""
+    """Log decay of the gate input x."""
     if problem.gate is Gate.GIVEN:
         return x
-    x = x + dt_bias[:, None]
-    rate = jnp.exp(a_log)[:, None, None]
+    x, rate = x + dt_bias, jnp.exp(a_log)
     if problem.gate is Gate.BOUNDED:
         return problem.lower_bound * jax.nn.sigmoid(rate * x)
     # softplus; several times faster on CPU than jax.nn.softplus
     return -rate * (jnp.maximum(x, 0) + jnp.log1p(jnp.exp(-jnp.abs(x))))
-
-
-def log_decay_backward(problem: Problem, x, a_log, dt_bias, a, d_a):
-    """Gradients (x [..., H, C, K], a_log [H], dt_bias [H, K]) from a = log_decay(x) and d_a."""
-    if problem.gate is Gate.GIVEN:
-        return d_a, None, None
-    x = x + dt_bias[:, None]
-    rate = jnp.exp(a_log)[:, None, None]
-    leading = tuple(range(x.ndim - 3))
-    if problem.gate is Gate.BOUNDED:
-        slope = jax.nn.sigmoid(rate * x) * jax.nn.sigmoid(-rate * x)
-        d_x = d_a * problem.lower_bound * slope * rate
-        d_a_log = jnp.sum(d_x * x, (*leading, -2, -1))
-    else:
-        d_x = -rate * jax.nn.sigmoid(x) * d_a
-        d_a_log = jnp.sum(d_a * a, (*leading, -2, -1))
-    return d_x, d_a_log, jnp.sum(d_x, (*leading, -2))

@@ -1,7 +1,11 @@
-"""A rank's tokens as tiles of C = 64: layout, and what segments mean inside a tile.
+"""How the chunked form walks a rank's tokens, and what segments mean inside its tiles.
 
-Token arrays are [N, B, H, C, D] (N tile, B row, H head, C token in tile), so that the walk over
-tiles takes slices along the leading axis. Masks are [N, B, 1, C, 1].
+A chain is one head of one row; a tile is C = 64 tokens of a chain. Chains are dealt into groups and
+tiles into steps, so that what one step computes stays in the processor's cache:
+
+    token arrays [B, H, T, ...] -> [J, G, N, M, C, ...]   J chain groups of G chains, N steps of M tiles
+
+which for full tiles is a reshape, not a copy. One step works on [G, M, C, ...].
 """
 
 from typing import NamedTuple
@@ -12,25 +16,64 @@ import jax.numpy as jnp
 from kernels.kda.chunk_math import CHUNK
 from kernels.segments import Segments
 
-
-def to_tiles(x: jax.Array) -> jax.Array:
-    """[B, H, T, D] -> [N, B, H, C, D]."""
-    rows, heads, length, width = x.shape
-    return jnp.moveaxis(x.reshape(rows, heads, length // CHUNK, CHUNK, width), 2, 0)
+STEP_TILES = 32  # tiles a step: about 1 MB a float32 array of 128 channels; see NOTES.md
 
 
-def from_tiles(x: jax.Array) -> jax.Array:
-    """[N, B, H, C, D] -> [B, H, T, D]."""
-    count, rows, heads, chunk, width = x.shape
-    return jnp.moveaxis(x, 0, 2).reshape(rows, heads, count * chunk, width)
+class Grid(NamedTuple):
+    """Sizes of the walk."""
+
+    groups: int  # J
+    chains: int  # G
+    steps: int  # N
+    tiles: int  # M
+
+
+def plan_grid(chains: int, length: int, ranks: int) -> Grid:
+    """Grid for `chains` = B H chains of `length` tokens, a multiple of 64, on each of `ranks` ranks.
+
+    Ranks work on different chain groups at a time (`exchange_jnp`), so more ranks want more groups;
+    the number of groups divides the number of chains.
+    """
+    most = 1 if ranks == 1 else 2 * ranks
+    groups = max(n for n in range(1, min(most, chains) + 1) if chains % n == 0)
+    tiles = length // CHUNK
+    steps = -(-tiles // max(1, STEP_TILES // (chains // groups)))
+    return Grid(groups, chains // groups, steps, -(-tiles // steps))
+
+
+def deal(grid: Grid, x: jax.Array) -> jax.Array:
+    """[B, H, T, ...] -> [J, G, N, M, C, ...]; zeros fill the last step's missing tiles."""
+    missing = grid.steps * grid.tiles * CHUNK - x.shape[2]
+    if missing:
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, missing), *((0, 0),) * (x.ndim - 3)))
+    return x.reshape(*grid, CHUNK, *x.shape[3:])
+
+
+def collect(x: jax.Array, like: jax.Array) -> jax.Array:
+    """The inverse of `deal`, with the leading [B, H, T] of `like`."""
+    rows, heads, length = like.shape[:3]
+    x = x.reshape(rows, heads, -1, *x.shape[5:])
+    return x[:, :, :length]
+
+
+def at_step(x: jax.Array, group, step) -> jax.Array:
+    """[J, G, N, ...] -> [G, ...]."""
+    start = (group, 0, step, *(0,) * (x.ndim - 3))
+    return jax.lax.dynamic_slice(x, start, (1, x.shape[1], 1, *x.shape[3:]))[0, :, 0]
+
+
+def put_step(x: jax.Array, value: jax.Array, group, step) -> jax.Array:
+    """x [J, G, N, ...] with value [G, ...] at (group, step), in x's dtype."""
+    start = (group, 0, step, *(0,) * (x.ndim - 3))
+    return jax.lax.dynamic_update_slice(x, value[None, :, None].astype(x.dtype), start)
 
 
 class Tiles(NamedTuple):
-    """Segments by tile, each [N, B, 1, C, 1].
+    """Segments by token, each [..., C, 1].
 
     `owner` is the segment that the state belongs to after the token: padding keeps the owner before
     it, and it is -1 in a tile until the tile's first real token. `started` counts the segments
-    started in the tile so far: tokens of one tile share a segment exactly if `started` is equal.
+    started in the tile so far: tokens of one tile share a segment exactly if it is equal.
     """
 
     valid: jax.Array  # bool
@@ -39,10 +82,15 @@ class Tiles(NamedTuple):
     started: jax.Array  # int32
 
 
-def tile_segments(segments: Segments) -> Tiles:
-    def tiled(x):
-        return to_tiles(x[:, None, :, None])
+def tile_segments(grid: Grid, heads: int, segments: Segments) -> Tiles:
+    """[J, G, N, M, C, 1] each."""
 
-    first, index = tiled(segments.first), tiled(segments.index)
-    started = jnp.cumsum(first, axis=3, dtype=jnp.int32)
-    return Tiles(tiled(segments.valid), first, jax.lax.cummax(index, axis=3), started)
+    def dealt(x, fill):
+        missing = grid.steps * grid.tiles * CHUNK - x.shape[1]
+        x = jnp.pad(x, ((0, 0), (0, missing)), constant_values=fill)
+        x = jnp.broadcast_to(x[:, None], (x.shape[0], heads, x.shape[1]))
+        return x.reshape(*grid, CHUNK, 1)
+
+    first, index = dealt(segments.first, False), dealt(segments.index, -1)
+    started = jnp.cumsum(first, axis=4, dtype=jnp.int32)
+    return Tiles(dealt(segments.valid, False), first, jax.lax.cummax(index, axis=4), started)
