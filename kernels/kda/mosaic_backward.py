@@ -1,0 +1,130 @@
+"""The TPU backend's backward: from residuals and cotangents to the kernel's layout, and its
+gradients back. mosaic.py has the layout."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kernels.kda import backward as backward_kernel
+from kernels.kda.backward import Operands, Outputs
+from kernels.kda.exchange import coordinates
+from kernels.kda.mosaic import (
+    flat_heads,
+    flat_states,
+    gate_rows,
+    guarded_beta,
+    largest_divisor,
+    last_rank,
+    plan_forward,
+    rows_states,
+    start_states,
+    tile_pieces,
+    token_columns,
+)
+from kernels.kda.plan import Plan
+from kernels.kda.problem import FinalState, Inputs, Problem
+from kernels.kda.vma import vary, varying_axes
+from kernels.segments import Segments
+
+PAIRS = 16  # head pairs in lockstep: enough to hide a product's latency, see NOTES.md
+
+
+def backward(problem: Problem, inputs: Inputs, segments: Segments, residuals, d_out, d_final):
+    """See problem.py; residuals are those of mosaic.forward."""
+    plan = plan_backward(problem, inputs)
+    operands = backward_operands(plan, inputs, segments, residuals, d_out, d_final)
+    outputs = backward_kernel.run(plan, operands)
+    return _gradients(plan, inputs, segments, outputs, d_final)
+
+
+def plan_backward(problem: Problem, inputs: Inputs) -> Plan:
+    plan = plan_forward(problem, inputs)
+    most = PAIRS if plan.dtype == jnp.bfloat16 else PAIRS // 2
+    return dataclasses.replace(plan, group=largest_divisor(plan.heads // 2, most), chunks=1)
+
+
+def backward_operands(
+    plan: Plan, inputs: Inputs, segments: Segments, residuals, d_out, d_final
+) -> Operands:
+    states, a, aqk, vn = residuals
+    d_exit, d_finals = _exit_cotangents(plan, segments, d_final)
+    operands = Operands(
+        q=flat_heads(inputs.q, plan.keys),
+        k=flat_heads(inputs.k, plan.keys),
+        v=flat_heads(inputs.v, plan.values),
+        decay=flat_heads(inputs.decay, plan.keys),
+        d_out=flat_heads(d_out.astype(plan.dtype), plan.values),
+        states=states,
+        a=a,
+        aqk=aqk,
+        vn=vn,
+        columns=token_columns(plan, guarded_beta(inputs, segments), segments),
+        gate=gate_rows(plan, inputs),
+        starts=start_states(plan, inputs),
+        d_exit=d_exit,
+        d_finals=d_finals,
+        pieces=tile_pieces(plan, segments) if plan.pieces else None,
+        coords=None if plan.line is None else coordinates(plan.line),
+    )
+    return vary(operands, varying_axes(operands))
+
+
+def _exit_cotangents(plan: Plan, segments: Segments, d_final):
+    """(of the states at the row's end [heads, V, K], of the segments' before [heads, M, V, K])."""
+    if d_final is None:
+        return None, None
+    if plan.problem.final_state is FinalState.LAST:
+        return flat_states(plan, d_final[:, None])[:, 0], None
+    last = jnp.clip(segments.count - 1, 0, d_final.shape[1] - 1)[..., None, None, None]
+    d_last = jnp.take_along_axis(d_final, last, axis=1)
+    d_last = jnp.where(segments.count[..., None, None, None] > 0, d_last, 0.0)
+    return flat_states(plan, d_last)[:, 0], flat_states(plan, d_final)
+
+
+def _gradients(plan: Plan, inputs: Inputs, segments: Segments, outputs: Outputs, d_final) -> Inputs:
+    rows, heads, length, _ = inputs.q.shape
+
+    def unflat(x, like):
+        return x[: rows * heads].reshape(rows, heads, length, -1)[..., : like.shape[-1]]
+
+    beta = jnp.swapaxes(outputs.beta, 1, 2).reshape(plan.heads, length)
+    initial, start = _start_gradients(plan, inputs, segments, outputs.starts, d_final)
+    a_log, dt_bias = _gate_gradients(inputs, outputs.gate)
+    return Inputs(
+        q=unflat(outputs.q, inputs.q),
+        k=unflat(outputs.k, inputs.k),
+        v=unflat(outputs.v, inputs.v),
+        decay=unflat(outputs.decay, inputs.decay),
+        beta=beta[: rows * heads].reshape(rows, heads, length).astype(inputs.beta.dtype),
+        initial_state=initial,
+        start_state=start,
+        a_log=a_log,
+        dt_bias=dt_bias,
+    )
+
+
+def _start_gradients(plan: Plan, inputs: Inputs, segments: Segments, d_starts, d_final):
+    """Of initial_state and start_state. A segment without tokens returns its start state as it is,
+    so its cotangent is added here, once over the ranks."""
+    if d_starts is None:
+        return None, None
+    slots = rows_states(plan, d_starts, inputs)
+    if plan.problem.final_state is FinalState.ALL:
+        m = jnp.arange(d_final.shape[1])
+        empty = (m >= segments.count) & last_rank(plan)
+        direct = jnp.where(empty[..., None, None, None], d_final, 0.0)
+        slots = slots.at[:, jnp.minimum(m, plan.slots - 1)].add(direct)
+    given = 0 if inputs.initial_state is None else inputs.initial_state.shape[1]
+    initial = None if inputs.initial_state is None else slots[:, :given]
+    start = None if inputs.start_state is None else jnp.sum(slots[:, -1], axis=0)
+    return initial, start
+
+
+def _gate_gradients(inputs: Inputs, parts):
+    """Of a_log [H] and dt_bias [H, K] from the kernel's partial sums."""
+    if parts is None:
+        return None, None
+    rows, heads, _, keys = inputs.q.shape
+    sums = jnp.sum(parts[:, : rows * heads, :, :keys], axis=2)
+    sums = jnp.sum(sums.reshape(2, rows, heads, keys), axis=1)
+    return jnp.sum(sums[0], axis=-1), sums[1]
