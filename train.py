@@ -357,12 +357,17 @@ def train(config: Any, flags: Any, signals: Signals) -> int:
         return 0
     writers = Writers(workdir, start, config.train.steps, primary=primary)
     try:
-        job = make_job(parts, manager, state, start, signals, writers)
-        step, why = loop.run(job)
+        if signals.stop and jax.process_count() == 1:  # no need to compile first
+            Saver(parts, manager).save(start, state, None)
+            step, why, evaluate = start, "signal", None
+        else:
+            job = make_job(parts, manager, state, start, signals, writers)
+            step, why = loop.run(job)
+            evaluate = job.evaluate
         with parts.goodput.during("checkpoint"):
             manager.close()
         parts.goodput.write()
-        conclude(parts, step, why, signals, job, writers.say)
+        conclude(parts, step, why, signals, evaluate, writers.say)
     finally:
         writers.close()
         parts.loader.close()
@@ -429,18 +434,23 @@ def compile_step(parts: Parts, signals: Signals, writers: Any) -> tuple[Any, Any
     return compiled, votes, compiled_peak_bytes(compiled)
 
 
-def conclude(parts: Parts, step: int, why: str, signals: Signals, job: Any, say: Any) -> None:
+def conclude(parts: Parts, step: int, why: str, signals: Signals, evaluate: Any, say: Any) -> None:
     """The lines at a run's end."""
     folder = checkpoint_folder(parts.config.checkpoint.directory, parts.workdir)
     say(parts.loader.summary())
-    if why == "signal":
+    if evaluate and evaluate.last and evaluate.gzip:
+        bits, size = evaluate.gzip
         say(
-            f"{signals.stop or 'a stop'}: saved step {step} in {folder}; "
-            "the same command goes on from there"
+            f"validation: {evaluate.last['eval/bits_per_byte']:.4f} bits/byte; "
+            f"gzip -9 on the same {size:,} bytes: {bits:.4f}"
         )
-    elif why == "data":
-        say(f"the data ended after step {step} (config.data.epochs={parts.config.data.epochs})")
-    say(f"step {step} is saved in {folder}")
+    if why == "data":
+        say(f"the data ended (config.data.epochs={parts.config.data.epochs})")
+    reason = (
+        f"stopped by {signals.stop or 'a signal to another process'}; " if why == "signal" else ""
+    )
+    on = "" if why == "done" else "; the same command goes on from there"
+    say(f"{reason}step {step} is saved in {folder}{on}")
 
 
 if __name__ == "__main__":

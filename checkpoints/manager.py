@@ -292,6 +292,8 @@ class Manager:
         self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
         place = f"{self.directory}/{step}"
+        if not (self.directory / str(step) / "state").exists():
+            raise IncompleteError(f"{place}: incomplete, it has no arrays")
         restore_args = {
             name: ocp.ArrayRestoreArgs(
                 sharding=array.sharding, global_shape=array.shape, dtype=array.dtype

@@ -8,7 +8,6 @@ refuses what is plainly meant (1e3 for a whole number).
 import difflib
 import importlib.util
 import os
-import sys
 from typing import Any
 
 from absl import flags
@@ -79,7 +78,9 @@ def _help() -> str:
 
 def _split(arguments: list[str]) -> tuple[str, list[tuple[str, str | None]], list[str]]:
     """The config's path; (dotted option, value or None) of each override; all other arguments."""
-    path, overrides, rest = None, [], []
+    path: str | None = None
+    overrides: list[tuple[str, str | None]] = []
+    rest: list[str] = []
     index = 0
     while index < len(arguments):
         argument = arguments[index]

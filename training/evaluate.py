@@ -41,6 +41,7 @@ class Evaluator:
         self._jitted = make_eval_step(cfg, mesh)
         self._step: Callable[..., Any] | None = None
         self.gzip: tuple[float, int] | None = None  # (bits a byte, bytes) of the text evaluated
+        self.last: dict[str, float] = {}
 
     def __call__(self, params: Any) -> dict[str, float]:
         """eval/loss (nats a token), eval/bits_per_byte, eval/seconds (compilation left out)."""
@@ -61,7 +62,8 @@ class Evaluator:
             values = eval_values(sums)
             if texts:
                 self.gzip = gzip_bits_per_byte(texts)
-        return values | {"eval/seconds": time.perf_counter() - began - compiling}
+        self.last = values | {"eval/seconds": time.perf_counter() - began - compiling}
+        return self.last
 
 
 def gzip_bits_per_byte(texts: list[list[bytes]]) -> tuple[float, int]:

@@ -26,9 +26,6 @@ class Saver(Protocol):
     def check(self) -> None:
         """Raises if a save has failed."""
 
-    def wait(self) -> None:
-        """Waits for the save in the background; raises if it failed."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:

@@ -90,20 +90,13 @@ def _shardings(cfg, mesh: Mesh, shapes: TrainState) -> TrainState:
     whole = NamedSharding(mesh, PartitionSpec())
     params = param_shardings(cfg, mesh)
     opt_state = _like_params(shapes.opt_state, flatten(shapes.params), flatten(params), whole)
-    return TrainState(
-        step=whole,
-        params=params,
-        opt_state=opt_state,
-        carry=carry_shardings(cfg, mesh),
-        rng=whole,
-        skipped=whole,
-        recent=whole,
-        seen=whole,
+    return jax.tree.map(lambda _: whole, shapes)._replace(
+        params=params, opt_state=opt_state, carry=carry_shardings(cfg, mesh)
     )
 
 
 def _like_params(opt_state, params: dict[str, Any], shardings: dict[str, Any], whole) -> Any:
-    """Shardings of the optimizer's arrays: moments lie where their parameter does, counts are whole.
+    """Shardings of the optimizer's arrays: moments lie where their parameter does, counts whole.
 
     A moment's path ends in its parameter's path, whatever optax wraps around it.
     """

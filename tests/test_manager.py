@@ -1,0 +1,275 @@
+"""Checkpoints: what comes back, what is refused, and that nothing whole is ever lost."""
+
+import contextlib
+import json
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from checkpoints.digest import digests
+from checkpoints.manager import CheckpointError, DamagedError, Manager, Retention
+
+KEEP = Retention(last=10)
+
+
+def mesh(devices: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:devices]), ("x",))
+
+
+def arrays(devices: int = 4, seed: int = 0) -> dict[str, jax.Array]:
+    """Sharded and whole arrays of each width of element that a state has."""
+    cut = NamedSharding(mesh(devices), PartitionSpec("x"))
+    whole = NamedSharding(mesh(devices), PartitionSpec())
+    values = np.random.default_rng(seed).normal(size=(8, 96)).astype(np.float32)
+    return {
+        "params/w": jax.device_put(values, cut),
+        "params/v": jax.device_put(values[0], whole),
+        "carry/tail": jax.device_put(values.astype(jnp.bfloat16), cut),
+        "step": jax.device_put(np.int32(seed), whole),
+    }
+
+
+def want(like: dict[str, jax.Array], devices: int = 4):
+    """The target that asks for these arrays on so many devices, whatever the facts."""
+    cut = NamedSharding(mesh(devices), PartitionSpec("x"))
+    whole = NamedSharding(mesh(devices), PartitionSpec())
+    shapes = {
+        name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=cut if a.ndim == 2 else whole)
+        for name, a in like.items()
+    }
+    return lambda facts: shapes
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+@pytest.fixture
+def open_manager(tmp_path, lines):
+    """Opens managers on one folder and closes them at the end."""
+    opened = []
+
+    def make(retention=KEEP, folder=tmp_path / "ck"):
+        opened.append(Manager(str(folder), retention, lines.append))
+        return opened[-1]
+
+    yield make
+    for manager in opened:
+        with contextlib.suppress(CheckpointError):  # a failed save, which the test looked at
+            manager.close()
+
+
+def saved(open_manager, *steps: int) -> Manager:
+    manager = open_manager()
+    for step in steps:
+        manager.save(step, arrays(seed=step), {"position": step})
+    manager.wait()
+    return manager
+
+
+def same(found: dict, expected: dict) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[n].dtype == expected[n].dtype
+        and np.array_equal(np.asarray(found[n]), np.asarray(expected[n]))
+        for n in expected
+    )
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_arrays_come_back_on_any_number_of_devices(open_manager, devices):
+    saved(open_manager, 3)
+    restored = open_manager().restore_latest(want(arrays(), devices), "stop")
+    assert restored.step == 3 and restored.facts == {"position": 3}
+    assert same(restored.arrays, arrays(seed=3))
+    assert len(restored.arrays["params/w"].sharding.device_set) == devices
+
+
+def test_a_donated_state_is_saved_as_it_was(open_manager):
+    """The arrays are given up and overwritten while they are being written."""
+    manager = open_manager()
+    grow = jax.jit(lambda x: jax.tree.map(lambda y: y + 1, x), donate_argnums=0)
+    state = arrays()
+    for step in range(1, 6):
+        manager.save(step, state, {})
+        state = grow(state)
+    manager.wait()
+    for step in (1, 5):
+        found = manager.restore(step, want(arrays())).arrays
+        assert int(found["step"]) == step - 1
+
+
+def test_nothing_saved_is_no_error(open_manager):
+    assert open_manager().restore_latest(want(arrays()), "stop") is None
+
+
+def test_the_final_save_is_on_disk_after_close(open_manager, tmp_path):
+    manager = open_manager()
+    manager.save(7, arrays(), {})
+    manager.close()
+    assert open_manager(None, tmp_path / "ck").restore_latest(want(arrays()), "stop").step == 7
+
+
+def files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Data files of a step, the largest first."""
+    found = [p for p in folder.rglob("*") if p.is_file() and p.parent.name == "d"]
+    return sorted(found, key=lambda p: -p.stat().st_size)
+
+
+def snapshot(folder: pathlib.Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def flip(path: pathlib.Path, place: float) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * place)] ^= 0x10
+    path.write_bytes(content)
+
+
+def truncate(path: pathlib.Path, place: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * place)])
+
+
+@pytest.mark.parametrize("harm", [flip, truncate])
+@pytest.mark.parametrize("place", [0.3, 0.5, 0.8])
+def test_a_damaged_array_stops_in_one_line_and_changes_nothing(open_manager, tmp_path, harm, place):
+    saved(open_manager, 3, 6).close()
+    harm(files(tmp_path / "ck" / "6")[0], place)
+    before = snapshot(tmp_path / "ck")
+    with pytest.raises(CheckpointError, match=r"/6: damaged.*pass_over.*step 3") as caught:
+        open_manager().restore_latest(want(arrays()), "stop")
+    assert "\n" not in str(caught.value)
+    assert snapshot(tmp_path / "ck") == before
+
+
+def test_a_damaged_step_can_be_passed_over_and_saved_again(open_manager, tmp_path, lines):
+    saved(open_manager, 3, 6).close()
+    flip(files(tmp_path / "ck" / "6")[0], 0.5)
+    manager = open_manager()
+    assert manager.restore_latest(want(arrays()), "pass_over").step == 3
+    assert len(lines) == 1 and "passed over" in lines[0] and "/6: damaged" in lines[0]
+    manager.move_broken(3)
+    manager.save(6, arrays(seed=6), {})
+    manager.wait()
+    assert manager.steps() == [3, 6]
+    assert same(manager.restore(6, want(arrays())).arrays, arrays(seed=6))
+    assert [p.name for p in (tmp_path / "ck" / "broken").iterdir()] == ["6-0"]
+
+
+@pytest.mark.parametrize("missing", ["record", "state/manifest.ocdbt", "state"])
+def test_a_half_written_step_is_passed_over(open_manager, tmp_path, lines, missing):
+    saved(open_manager, 3, 6).close()
+    path = tmp_path / "ck" / "6" / missing
+    if path.is_dir():
+        os.rename(path, tmp_path / "elsewhere")
+    else:
+        path.unlink()
+    assert open_manager().restore_latest(want(arrays()), "stop").step == 3
+    assert len(lines) == 1 and "/6: incomplete" in lines[0], lines
+
+
+def test_an_interrupted_save_is_named_and_tidied(open_manager, tmp_path, lines):
+    saved(open_manager, 3, 6).close()
+    os.rename(tmp_path / "ck" / "6", tmp_path / "ck" / "6.orbax-checkpoint-tmp")
+    manager = open_manager()
+    assert manager.restore_latest(want(arrays()), "stop").step == 3
+    assert len(lines) == 1 and "its save was interrupted" in lines[0], lines
+    manager.save(6, arrays(seed=6), {})
+    manager.wait()
+    assert manager.steps() == [3, 6]
+
+
+def test_no_whole_step_is_an_error_not_a_new_start(open_manager, tmp_path):
+    saved(open_manager, 3).close()
+    (tmp_path / "ck" / "3" / "state" / "manifest.ocdbt").unlink()
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is whole"):
+        open_manager().restore_latest(want(arrays()), "stop")
+
+
+def test_another_model_is_refused_by_the_first_array_that_differs(open_manager):
+    saved(open_manager, 3)
+    other = {**arrays(), "params/w": jnp.zeros((8, 95))}
+    with pytest.raises(CheckpointError, match=r"params/w is \[\[8, 96\], 'float32'\] there"):
+        open_manager().restore_latest(want(other), "stop")
+    with pytest.raises(CheckpointError, match="it has no params/new"):
+        open_manager().restore_latest(want({"params/new": jnp.zeros(3)}), "stop")
+    fewer = {name: a for name, a in arrays().items() if name != "params/v"}
+    with pytest.raises(CheckpointError, match="it has params/v, which is not here"):
+        open_manager().restore_latest(want(fewer), "stop")
+
+
+def test_parameters_alone_can_be_read(open_manager):
+    saved(open_manager, 3)
+    only = {name: a for name, a in arrays().items() if name.startswith("params/")}
+    assert same(
+        open_manager(None).restore_latest(want(only), "stop").arrays,
+        {name: a for name, a in arrays(seed=3).items() if name in only},
+    )
+
+
+@pytest.mark.parametrize("version", [2, "new", None])
+def test_an_unknown_format_is_refused(open_manager, tmp_path, version):
+    saved(open_manager, 3).close()
+    record = next((tmp_path / "ck" / "3" / "record").glob("metadata"))
+    record.write_text(record.read_text().replace('"format": 1', f'"format": {json.dumps(version)}'))
+    before = snapshot(tmp_path / "ck")
+    with pytest.raises(CheckpointError, match=r"format .* is unknown; needs format 1"):
+        open_manager().restore_latest(want(arrays()), "stop")
+    assert snapshot(tmp_path / "ck") == before
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(open_manager, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot write there"):
+        open_manager(KEEP, tmp_path / "file" / "ck")
+
+
+def test_a_failed_save_is_told_at_the_next_look(open_manager, tmp_path):
+    """The folder vanishes while arrays are written: the failure is in the background."""
+    manager = saved(open_manager, 1)
+    (tmp_path / "ck").rename(tmp_path / "gone")
+    (tmp_path / "ck").write_text("in the way")
+    with pytest.raises(CheckpointError, match="saving step 2 failed"):
+        manager.save(2, arrays(), {})
+        manager.wait()
+
+
+@pytest.mark.parametrize(
+    ("retention", "left"),
+    [
+        (Retention(last=1), [6]),
+        (Retention(last=2), [5, 6]),
+        (Retention(last=1, every=2), [2, 4, 6]),
+        (Retention(last=1, best=1), [3, 6]),
+        (Retention(last=1, every=4, best=2), [2, 3, 4, 6]),
+    ],
+)
+def test_retention(open_manager, retention, left):
+    manager = open_manager(retention)
+    for step, score in zip(range(1, 7), [0.5, 0.2, 0.1, 0.3, None, None]):
+        manager.save(step, arrays(), {}, score)
+    manager.wait()
+    assert manager.steps() == left
+
+
+def test_digests_are_the_same_on_every_mesh_and_notice_every_change():
+    one, four = digests(arrays(1)), digests(arrays(4))
+    assert one == four
+    changed = arrays()
+    values = np.asarray(changed["params/w"]).copy()
+    values[3, 5], values[3, 6] = values[3, 6], values[3, 5]  # a swap keeps every plain sum
+    changed["params/w"] = jnp.asarray(values)
+    assert digests(changed)["params/w"] != one["params/w"]
+    assert digests(changed)["params/v"] == one["params/v"]
+
+
+def test_damage_to_the_record_is_noticed(open_manager, tmp_path):
+    saved(open_manager, 3).close()
+    flip(tmp_path / "ck" / "3" / "record" / "metadata", 0.0)
+    with pytest.raises(DamagedError):
+        open_manager().restore(3, want(arrays()))
