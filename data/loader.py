@@ -4,6 +4,7 @@ Rows are what hosts share out: a host reads the streams of the rows that its dev
 on the same rows (a context axis across processes) read the same and each places its own tokens.
 """
 
+import hashlib
 import json
 import time
 import weakref
@@ -49,15 +50,17 @@ def make_loader(
     of each stream in a batch. max_batches: stop after so many; 0 for no limit.
 
     Raises ValueError, in one line that names the option, for whatever in the configuration or the
-    files cannot work.
+    files cannot work. Where there are several processes all have to call it together.
     """
     config.check()
     tokenizer = make_tokenizer(config.tokenizer, config.bos_token, config.eos_token)
     source = open_source(config, split)
     _check_mesh(config, mesh)
-    return Loader(
+    loader = Loader(
         source, tokenizer, config, split, mesh, seed=seed, windows=windows, max_batches=max_batches
     )
+    loader.check_processes()
+    return loader
 
 
 def _check_mesh(config: DataConfig, mesh: Mesh) -> None:
@@ -298,6 +301,22 @@ class Loader:
             identity["packing_bins"] = config.packing_bins
         return identity
 
+    def check_processes(self) -> None:
+        """Raises ValueError where processes see other documents or options than the first does."""
+        if jax.process_count() == 1:
+            return
+        identity = self._identity()
+        values = [json.dumps(value).encode() for value in identity.values()]
+        digests = b"".join(hashlib.sha256(value).digest() for value in values)
+        mine = np.frombuffer(digests, np.int32).reshape(len(values), -1)
+        every = np.asarray(multihost_utils.process_allgather(mine))
+        process, name = np.nonzero((every != every[0]).any(axis=-1))
+        if len(process):
+            raise ValueError(
+                f"{_option(list(identity)[name[0]])}: process {process[0]} reads other data than "
+                "process 0; all need the same options and the same files"
+            )
+
     def counts(self) -> dict[str, int]:
         """Returns what the streams of this host's rows have met, up to the last batch.
 
@@ -393,9 +412,13 @@ def differences(saved: dict[str, Any], given: dict[str, Any]) -> list[str]:
     lines = []
     for name in dict.fromkeys([*saved, *given]):
         if saved.get(name) != given.get(name):
-            option = "config.train.seed" if name == "seed" else f"config.data.{name}"
+            was, now = json.dumps(saved.get(name)), json.dumps(given.get(name))
             lines.append(
-                f"{option}: the saved data position is for {json.dumps(saved.get(name))}, this run "
-                f"has {json.dumps(given.get(name))}"
+                f"{_option(name)}: the saved data position is for {was}, this run has {now}"
             )
     return lines
+
+
+def _option(name: str) -> str:
+    """Returns the option behind a part of a loader's identity."""
+    return "config.train.seed" if name == "seed" else f"config.data.{name}"

@@ -6,6 +6,10 @@ Elements carry the positions of their streams (data/packing.py), so neither work
 are part of what is saved: a run may be resumed with another number of them.
 """
 
+import multiprocessing
+import os
+import signal
+import threading
 from typing import Any, NamedTuple
 
 import grain
@@ -50,8 +54,24 @@ def batches(
         options = grain.multiprocessing.MultiprocessingOptions(
             num_workers=workers, per_worker_buffer_size=max(1, 2 * windows * len(rows) // workers)
         )
-        dataset = dataset.mp_prefetch(options)
+        dataset = dataset.mp_prefetch(options, worker_init_fn=_set_up_worker)
     return dataset.batch(windows * len(rows), batch_fn=lambda made: _stack(made, windows))
+
+
+def _set_up_worker(index: int, count: int) -> None:
+    """Makes a worker live as long as its parent does, no shorter and no longer."""
+    del index, count
+    # Ctrl-C reaches the whole process group; the parent decides what to finish.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: Any) -> None:
+    """Ends this process once its parent is gone, be it by SIGKILL."""
+    parent.join()
+    os._exit(1)
 
 
 def shared_out(rows: int, workers: int) -> int:

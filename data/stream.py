@@ -60,9 +60,6 @@ class StreamReader:
         self._counts = dict(zip(Counts._fields, counts))
         self._document: _OpenDocument | None = None
         self._skipped = 0  # documents without text since the last one with
-        dealt = corpus.dealer.documents(stream, position.hand) if position.place else None
-        if dealt is not None:
-            self._document = self._open(int(dealt[position.ordinal]), position)
 
     @property
     def position(self) -> Position:
@@ -100,7 +97,10 @@ class StreamReader:
         return piece
 
     def _next_document(self) -> "_OpenDocument | None":
-        """Opens the next document that has text; None when the last epoch is over."""
+        """Opens the document at the position, or the next that has text.
+
+        None when the last epoch is over.
+        """
         while True:
             position = self._position
             dealt = self._corpus.dealer.documents(self._stream, position.hand)
@@ -110,7 +110,7 @@ class StreamReader:
                 self._position = Position(position.hand + 1)
                 continue
             index = int(dealt[position.ordinal])
-            begun = self._corpus.dealer.start(position.hand, index)
+            begun = position if position.place else self._corpus.dealer.start(position.hand, index)
             if begun:
                 self._position = begun._replace(hand=position.hand, ordinal=position.ordinal)
             document = self._open(index, self._position)

@@ -29,6 +29,11 @@ given = json.loads(sys.argv[1])
 jax.distributed.initialize(given["address"], 2, given["process"])
 from tests.test_loader_processes import make_mesh, run
 results = [run(case, given["options"]) for case in given["cases"]]
+options = dict(given["options"], eval_fraction=(0.3, 0.6)[given["process"]])
+try:
+    run(given["cases"][0], options)
+except ValueError as error:
+    results.append(str(error))
 json.dump(results, open(given["to"], "w"))
 """
 
@@ -104,5 +109,8 @@ def test_two_processes_load_what_one_does(tmp_path):
         assert [result["rows"] for result in results] == (
             [[0, 1], [2, 3]] if split_rows else [[0, 1, 2, 3]] * 2
         )
+    for output in outputs:
+        refusal = json.loads(output.read_text())[-1]
+        assert refusal.startswith("config.data.path: process 1 reads other data than process 0")
     # The rows are uneven: one process's own streams end before the other's.
     assert alone["batches"]["train"] > 10
