@@ -35,6 +35,7 @@ from kernels.kda.backward_tiles import Unit
 from kernels.kda.exchange import Relay, relay_scratch
 from kernels.kda.pair_tiles import C
 from kernels.kda.plan import Plan, Ref, Tile, out_struct
+from kernels.kda.problem import Gate
 from kernels.kda.streams import Loads, Stores, divided
 
 F32 = jnp.float32
@@ -173,6 +174,13 @@ def _scratch(plan: Plan, operands: Operands) -> dict[str, Any]:
         scratch["d_states"] = two(v // C, h, C, k)
         scratch["relay"] = relay_scratch(jax.ShapeDtypeStruct((h, v, k), F32))
     return scratch
+
+
+class _Piece(NamedTuple):
+    """A piece of a chunk under way: its number, and whether the loop comes to it first."""
+
+    index: jax.Array
+    is_first: jax.Array
 
 
 class _Kernel:
@@ -338,85 +346,222 @@ class _Kernel:
     # --- one step ---------------------------------------------------------------------------------
 
     def _step(self, g, n, slot, chain: bool, local: bool) -> None:
-        beta_sums = self.s["beta_sums"]
-        if not self.plan.pieces:
-            self._pass(g, slot, chain, local)
-        else:
+        if chain and not local:
+            for p in self.pairs:
+                self._put_states(slot, p, self._pair(self.s["carry"], p))
+        if self.plan.pieces:
             self._pieces(g, n, slot, chain, local)
+        else:
+            self._pass(g, slot, chain, local)
         if local:
             heads = self.plan.group_heads
             beta = self.s["columns"][slot, :, :heads]
             beta = jnp.where(beta == 0.0, 1.0, beta)
-            self.s["d_beta"][slot] = (beta_sums[:, :heads] / beta / beta).T
+            self.s["d_beta"][slot] = (self.s["beta_sums"][:, :heads] / beta / beta).T
 
-    def _pass(self, g, slot, chain: bool, local: bool, piece=None) -> None:
+    def _pass(self, g, slot, chain: bool, local: bool, piece: _Piece | None = None) -> None:
         """Both stages of a chunk, or of one of its pieces."""
         tile = Tile(self.plan, self.ops.gate, self.s, g, slot)
-        units = self._units(tile, slot, piece)
+        units = self._units(tile, piece)
         if chain:
-            for p, u in enumerate(units):
-                u.a, u.aqk = self.s["a"][slot, p], self.s["aqk"][slot, p]
-                u.d_state = self._pair(self.s["carry"], p)
-            dr, entries = backward_tiles.chain(units)
-            for p, u in enumerate(units):
-                self._put("dr", slot, p, dr[p], piece)
-                if not local:
-                    self._put_states(slot, p, u.d_state)
-                u.dr, u.d_state = dr[p].astype(u.d_out.dtype), u.d_state.astype(u.d_out.dtype)
-                for i, x in enumerate(_halves(entries[p])):
-                    self.s["carry"][2 * p + i] = x
+            self._chain(slot, units, piece)
         if not local:
             return
         for p, u in enumerate(units):
             u.state = self._state("states", slot, p)
+            if piece is not None:
+                u.state = self._pair(self.s["entry"], p).astype(self.plan.dtype)
             if not chain:
-                u.d_state, u.dr = self._state("d_states", slot, p), tile.heads("dr", 0, p)
-            if self.ops.vn is not None:
-                u.vn = tile.heads("vn", 0, p)
-            else:
-                u.a, u.v = self.s["a"][slot, p], tile.heads("v", 0, p)
-        if self.ops.vn is None:
-            for u, vn in zip(units, backward_tiles.rebuild_vn(units)):
-                u.vn = vn
-        sums = [self._sums(tile, row) for row in range(self.plan.group_rows)]
-        walks = [self._local(tile, u, p, slot, sums) for p, u in enumerate(units)]
+                u.dr = tile.heads("dr", 0, p)
+                if piece is None:
+                    u.d_state = self._state("d_states", slot, p)
+                else:
+                    u.d_state = self._pair(self.s["carry"], p).astype(self.plan.dtype)
+                    u.dr = self._kept(tile, u.dr, p, piece)
+        self._values(tile, slot, units, piece)
+        sums = [self._sums(tile, row, piece) for row in range(self.plan.group_rows)]
+        walks = [self._local(tile, u, g, p, slot, sums, piece) for p, u in enumerate(units)]
         backward_tiles.interleave(walks, LAG)
 
-    def _units(self, tile: Tile, slot, piece) -> list[Unit]:
+    def _units(self, tile: Tile, piece) -> list[Unit]:
         plan = self.plan
-        ladders = pair_tiles.decay_ladders(
-            [tile.decay(0, p) for p in self.pairs], self.s["sums"][...]
-        )
+        if piece is None:
+            decays = [tile.decay(0, p) for p in self.pairs]
+        else:
+            decays = [tile.decay_of_piece(0, p, piece.index) for p in self.pairs]
+        ladders = pair_tiles.decay_ladders(decays, self.s["sums"][...])
         units = []
         for p in self.pairs:
-            valid = tile.of_rows("valid", 0, p, plan.values) > 0
             d_out = tile.heads("d_out", 0, p).astype(F32) * plan.problem.scale
-            d_out = jnp.where(valid, d_out, 0.0).astype(plan.dtype)
-            units.append(Unit(tile._normalized("q", 0, p), tile.key(0, p), d_out, ladders[p]))
+            valid = tile.of_rows("valid", 0, p, plan.values) > 0
+            d_out = jnp.where(valid, d_out, 0.0)
+            q, k = (self._normalized(tile, name, p)[0] for name in ("q", "k"))
+            if piece is not None:
+                d_out, k = self._kept(tile, d_out, p, piece), self._kept(tile, k, p, piece)
+            units.append(Unit(q, k, d_out.astype(plan.dtype), ladders[p]))
         return units
 
-    def _local(self, tile, unit: Unit, p: int, slot, sums) -> Generator[None, None, None]:
+    def _normalized(self, tile: Tile, name: str, p: int):
+        """q or k in float32, and the reciprocal norms of its rows or None."""
+        x = tile.heads(name, 0, p).astype(F32)
+        return pair_tiles.l2norm(x) if self.plan.problem.l2norm else (x, None)
+
+    def _chain(self, slot, units: list[Unit], piece) -> None:
+        """Run the chain; leaves dr and the exit states' cotangents in the units, rounded."""
+        carry, dtype = self.s["carry"], self.plan.dtype
+        for p, u in enumerate(units):
+            u.a, u.aqk = self.s["a"][slot, p], self.s["aqk"][slot, p]
+            u.d_state = self._pair(carry, p)
+        dr, entries = backward_tiles.chain(units)
+        for p, u in enumerate(units):
+            self._put("dr", slot, p, dr[p], piece)
+            u.dr, u.d_state = dr[p].astype(dtype), u.d_state.astype(dtype)
+            for i, x in enumerate(_halves(entries[p])):
+                carry[2 * p + i] = x
+
+    def _values(self, tile: Tile, slot, units: list[Unit], piece) -> None:
+        """Put vn into the units, as the forward kept it or rebuilt."""
+        name = "v" if self.ops.vn is None else "vn"
+        values = [tile.heads(name, 0, p) for p in self.pairs]
+        if piece is not None:
+            values = [self._kept(tile, x, p, piece) for p, x in enumerate(values)]
+        if self.ops.vn is None:
+            for p, u in enumerate(units):
+                u.a, u.v = self.s["a"][slot, p], values[p]
+            values = backward_tiles.rebuild_vn(units)
+        for u, x in zip(units, values):
+            u.vn = x
+
+    def _local(
+        self, tile: Tile, unit: Unit, g, p: int, slot, sums, piece
+    ) -> Generator[None, None, None]:
         """The local stage of a pair and its way out."""
         plan = self.plan
         rows = plan.row_of_head[2 * p], plan.row_of_head[2 * p + 1]
         found = yield from backward_tiles.local(
             unit, self.s["level"][...], (sums[rows[0]], sums[rows[1]])
         )
-        self._put("d_q", slot, p, found.q, None)
-        self._put("d_k", slot, p, found.k, None)
-        low, high = (tile.of_rows(x, 0, p, plan.keys) for x in ("low", "high"))
-        self._put("d_decay", slot, p, jnp.where(low == high, 0.0, found.decay), None)
+        for name, x in (("q", found.q), ("k", found.k)):
+            if plan.problem.l2norm:
+                x = backward_tiles.l2norm_backward(*self._normalized(tile, name, p), x)
+            self._put("d_" + name, slot, p, x, piece)
+        yield
+        if piece is None:
+            low, high = (tile.of_rows(x, 0, p, plan.keys) for x in ("low", "high"))
+            d_decay = jnp.where(low == high, 0.0, found.decay)
+        else:
+            d_decay = self._kept(tile, found.decay, p, piece)
+        if self.ops.gate is not None:
+            d_decay = self._gate(tile, g, p, d_decay)
+        self._put("d_decay", slot, p, d_decay, piece)
         for i, x in enumerate(_halves(found.beta)):
-            at = 2 * p + i
-            self.s["beta_sums"][:, at : at + 1] = jnp.sum(x, axis=1, keepdims=True)
+            at = pl.ds(2 * p + i, 1)
+            total = jnp.sum(x, axis=1, keepdims=True)
+            if piece is not None:
+                total += jnp.where(piece.is_first, 0.0, self.s["beta_sums"][:, at])
+            self.s["beta_sums"][:, at] = total
 
-    def _sums(self, tile: Tile, row: int) -> jax.Array:
-        """[C, C] 0/1: row t marks the tokens from t on that no start divides from t."""
+    def _gate(self, tile: Tile, g, p: int, d_decay: jax.Array) -> jax.Array:
+        """The raw gate's gradient; adds up those of its parameters."""
+        rate, bias = (
+            jnp.concatenate([self.ops.gate[i, g, h : h + 1] for h in (2 * p, 2 * p + 1)], axis=1)
+            for i in (0, 1)
+        )
+        raw = tile.heads("decay", 0, p).astype(F32)
+        if self.plan.problem.gate is Gate.SOFTPLUS:
+            d_raw, d_rate = backward_tiles.softplus_backward(raw, rate, bias, d_decay)
+        else:
+            bound = self.plan.problem.lower_bound
+            d_raw, d_rate = backward_tiles.bounded_backward(raw, rate, bias, bound, d_decay)
+        for at, x in enumerate((d_rate, d_raw)):
+            for i, half in enumerate(_halves(sum(backward_tiles.tiles8(x)))):
+                self.s["gate"][at, 2 * p + i] += half
+        return d_raw
+
+    # --- chunks in which segments start -----------------------------------------------------------
+
+    def _pieces(self, g, n, slot, chain: bool, local: bool) -> None:
+        """One pass a piece, the last one first. In rows of the batch with fewer pieces than others
+        a pass without tokens changes nothing."""
+        count = self.ops.pieces[g, n, 0]
+        if not chain:
+            for p in self.pairs:
+                for i, x in enumerate(_halves(self._state("d_states", slot, p))):
+                    self.s["carry"][2 * p + i] = x.astype(F32)
+
+        def body(at, _):
+            index = count - 1 - at
+            if local:
+                self._load_entries(g, n, slot, index)
+            self._pass(g, slot, chain, local, _Piece(index, at == 0))
+            self._swap(g, n, index, chain)
+            return 0
+
+        jax.lax.fori_loop(0, count, body, 0)
+
+    def _rows_with(self, g, n, index, act) -> None:
+        """act(heads in the group, heads in all, segment) for rows whose chunk has this piece."""
         plan = self.plan
-        high = tile.column(plan.group_heads + plan.group_rows + row, 0)
-        starts = jnp.where(jnp.broadcast_to(high, (C, C)) < -1.0, 1.0, 0.0).astype(jnp.bfloat16)
+        for row in range(plan.group_rows):
+            first, heads = plan.row_of_head.index(row), plan.row_of_head.count(row)
+
+            @pl.when((index > 0) & (index < self.ops.pieces[g, n, 1 + row]))
+            def _act(row=row, first=first, heads=heads):
+                segment = self.ops.pieces[g, n, 1 + plan.group_rows + row] + index
+                act(pl.ds(first, heads), pl.ds(g * plan.group_heads + first, heads), segment)
+
+    def _load_entries(self, g, n, slot, index) -> None:
+        """The states that a piece's tokens enter with."""
+        entry = self.s["entry"]
+
+        @pl.when(index == 0)
+        def _carried():
+            for p in self.pairs:
+                for i, x in enumerate(_halves(self._state("states", slot, p))):
+                    entry[2 * p + i] = x.astype(F32)
+
+        def load(here, heads, segment):
+            at = jnp.minimum(segment, self.plan.slots - 1)
+            pltpu.sync_copy(self.ops.starts.at[heads, at], entry.at[here])
+
+        self._rows_with(g, n, index, load)
+
+    def _swap(self, g, n, index, chain: bool) -> None:
+        """Between pieces: a segment's start takes its cotangent, and the earlier segment's final
+        state brings its own."""
+        carry = self.s["carry"]
+
+        def swap(here, heads, segment):
+            if chain:
+                at = jnp.minimum(segment, self.plan.slots - 1)
+                target = self.outs.starts.at[heads, at]
+                self._add_start(carry.at[here], self.s["entry"].at[here], target)
+            carry[here] = jnp.zeros_like(carry[here])
+            if self.ops.d_finals is not None:
+
+                @pl.when(segment <= self.plan.problem.max_segments)
+                def _load():
+                    pltpu.sync_copy(self.ops.d_finals.at[heads, segment - 1], carry.at[here])
+
+        self._rows_with(g, n, index, swap)
+
+    # --- tiles ------------------------------------------------------------------------------------
+
+    def _kept(self, tile: Tile, x: jax.Array, p: int, piece: _Piece) -> jax.Array:
+        """x [C, 2D], 0 outside the piece."""
+        here = tile.of_rows("piece", 0, p, x.shape[1] // 2) == piece.index.astype(F32)
+        return jnp.where(here, x.astype(F32), 0.0).astype(x.dtype)
+
+    def _sums(self, tile: Tile, row: int, piece) -> jax.Array:
+        """[C, C] 0/1: row t marks the tokens from t on that no start divides from t; in a piece's
+        own pass all from t on, the others being 0."""
+        plan = self.plan
         t = jax.lax.broadcasted_iota(jnp.int32, (C, C), 0)
         i = jax.lax.broadcasted_iota(jnp.int32, (C, C), 1)
+        if piece is not None:
+            return jnp.where(i >= t, 1.0, 0.0).astype(plan.dtype)
+        high = tile.column(plan.group_heads + plan.group_rows + row, 0)
+        starts = jnp.where(jnp.broadcast_to(high, (C, C)) < -1.0, 1.0, 0.0).astype(jnp.bfloat16)
         at_t = pair_tiles.dot(jnp.where(t >= i, 1.0, 0.0).astype(jnp.bfloat16), starts)
         at_i = pair_tiles.dot(
             starts, jnp.where(t <= i, 1.0, 0.0).astype(jnp.bfloat16), (0, 0)
@@ -436,8 +581,12 @@ class _Kernel:
         return jnp.concatenate(heads, axis=1)
 
     def _put(self, name: str, slot, p: int, x: jax.Array, piece) -> None:
+        """Write a pair's [C, 2D]; pieces fill different rows and add up exactly in any dtype."""
         ref = self.s[name]
         for i, half in enumerate(_halves(x)):
+            if piece is not None:
+                old = ref[slot, 2 * p + i].astype(F32)
+                half = half + jnp.where(piece.is_first, 0.0, old)
             ref[slot, 2 * p + i] = half.astype(ref.dtype)
 
     def _put_states(self, slot, p: int, x: jax.Array) -> None:

@@ -26,6 +26,8 @@ from kernels.kda.pair_tiles import (
     C,
     Ladder,
     dot,
+    per_head_lanes,
+    softplus_gate,
     split,
     stack_heads,
 )
@@ -261,6 +263,35 @@ def _sum_ahead(x: Array, sums: tuple[Array, Array]) -> Array:
     parts = [x] if sums[0].dtype == F32 else split(x, 2)
     left = aside(*[sums[0]] * len(parts)) if shared else aside(*sums * len(parts))
     return dot(left, above(*[part if shared else stack_heads(part) for part in parts]))
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+def l2norm_backward(y: Array, rstd: Array, d_y: Array) -> Array:
+    """Gradient of x from that of y = x rstd, rstd = rsqrt(sum of squares + eps); [C, 2K]."""
+    d = y.shape[1] // 2
+    product = y * d_y
+    sums = [jnp.sum(h, axis=1, keepdims=True) for h in (product[:, :d], product[:, d:])]
+    return rstd * (d_y - y * per_head_lanes(sums[0], sums[1], d))
+
+
+def softplus_backward(x: Array, rate: Array, bias: Array, d_a: Array) -> tuple[Array, Array]:
+    """(gradient of x, terms of that of log rate) of a = -rate softplus(x + bias)."""
+    return -rate * jax.nn.sigmoid(x + bias) * d_a, d_a * softplus_gate(x, rate, bias)
+
+
+def bounded_backward(
+    x: Array, rate: Array, bias: Array, bound: float, d_a: Array
+) -> tuple[Array, Array]:
+    """The same of a = bound sigmoid(rate (x + bias))."""
+    y = x + bias
+    slope = jax.nn.sigmoid(rate * y) * jax.nn.sigmoid(-rate * y)
+    d_x = d_a * (bound * rate) * slope
+    return d_x, d_x * y
+
+
+# --- order of emission ------------------------------------------------------------------------------
 
 
 def interleave(walks: Sequence[Generator], lag: int) -> None:
