@@ -5,7 +5,6 @@ it): the running Python's standard library, text files, JSONL, Parquet or ArrayR
 lists files and, for JSONL, finds where lines start; texts are read when asked for.
 """
 
-import gzip
 import hashlib
 import os
 import sysconfig
@@ -155,28 +154,3 @@ def _files(path: str, suffix: str) -> list[str]:
             if name.endswith(suffix) and not name.startswith(".")
         ]
     return sorted(found)
-
-
-def gzip_bits_per_byte(source: DocumentSource) -> float:
-    """Bits that `gzip -9` needs for each byte of the source's documents, joined: a baseline."""
-    compressor = _CountingFile()
-    size = 0
-    with gzip.GzipFile(filename="", mode="wb", compresslevel=9, fileobj=compressor, mtime=0) as out:
-        for index in range(len(source)):
-            text = source[index].text[:]
-            size += len(text)
-            out.write(text)
-    return 8 * compressor.written / max(size, 1)
-
-
-class _CountingFile:
-    """A file that only counts what is written to it."""
-
-    written = 0
-
-    def write(self, data: bytes) -> int:
-        self.written += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        pass

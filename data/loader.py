@@ -320,6 +320,8 @@ class Loader:
     def counts(self) -> dict[str, int]:
         """Returns what the streams of this host's rows have met, up to the last batch.
 
+        In "whole" packing up to where the rows now being handed out began to be filled.
+
         The names are those of `data.stream.Counts`, with `tokens` (real ones) and `padding`.
         """
         records = [Record.from_ints(ints) for ints in self._records[self._rows]]

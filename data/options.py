@@ -46,7 +46,8 @@ class DataConfig:
     packing: str = "stream"
     # Rows that "whole" packing fills at a time, a stream. >= 1; more waste less and wait longer.
     packing_bins: int = 8
-    # Passes over the training documents; 0 goes on until the run's steps are done. >= 0.
+    # Passes over the training documents; 0 goes on until the run's steps are done. >= 0. With an
+    # end, processes that hold only some of the rows first read the whole corpus to agree on it.
     epochs: int = 0
 
     # When a resumed run's position was saved with other rows, another seed or other documents:

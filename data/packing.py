@@ -1,7 +1,9 @@
 """Documents into rows of T tokens.
 
 "stream": a row takes the stream's next T tokens, whatever documents they are of; a document that
-does not fit goes on in the stream's next row. Nothing is padded before the stream ends.
+does not fit goes on in the stream's next row. Nothing is padded before the stream ends. (Grain's
+concat-then-split does the cutting too, but begins positions anew in each row and resumes by packing
+again from its last checkpoint, where a position in the document is enough.)
 
 "whole": documents stand whole in a row, and those longer than a row are cut into pieces that know
 nothing of each other. Grain's first-fit packer fills a few rows of the stream at a time. A piece's

@@ -138,7 +138,10 @@ class JsonLinesReader:
 
 
 class ParquetReader:
-    """One document a row, its text (string or binary) in the column `field`."""
+    """One document a row, its text (string or binary) in the column `field`.
+
+    Grain's own Parquet dataset only runs from front to back, all columns; a shuffle jumps.
+    """
 
     def __init__(self, files: list[str], field: str, option: str):
         self._files = files

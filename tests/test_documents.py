@@ -1,6 +1,5 @@
 """Document sources: what is read, what is held out, what is refused, in every format."""
 
-import gzip
 import json
 import os
 import pickle
@@ -14,7 +13,7 @@ import pytest
 from array_record.python import array_record_module
 
 from data import readers
-from data.documents import DocumentSource, gzip_bits_per_byte, open_source
+from data.documents import DocumentSource, open_source
 from data.options import DataConfig
 
 TEXTS = [f"document {i}\n".encode() * (1 + i % 5) for i in range(200)]
@@ -210,14 +209,6 @@ def test_parquet_columns(tmp_path, monkeypatch):
             expected = (b"", True) if values[i] is None else (values[i].encode() + end, False)
             assert (bytes(source[i].text), source[i].broken) == expected
         assert source.sizes.min() > 0
-
-
-def test_gzip_is_the_baseline_it_says(tmp_path):
-    config = DataConfig(source="text", path=write("text", tmp_path, TEXTS))
-    source = open_source(config, "train")
-    joined = b"".join(texts(source))
-    packed = gzip.compress(joined, compresslevel=9, mtime=0)
-    assert gzip_bits_per_byte(source) == 8 * len(packed) / len(joined)
 
 
 def test_little_is_still_split(tmp_path):
