@@ -160,6 +160,7 @@ def _scratch(plan: Plan, operands: Operands) -> dict[str, Any]:
         "carry": pltpu.VMEM((h, v, k), F32),
         "beta_sums": pltpu.VMEM((C, max(128, h)), F32),
         "level": pltpu.VMEM((C, 2 * C), jnp.int32),
+        "straddle": pltpu.VMEM((C, 8 * C), dtype),
         "sums": pltpu.VMEM((3 * C, parts * C), jnp.bfloat16),
         "loaded": pltpu.SemaphoreType.DMA((2,)),
         "stored": pltpu.SemaphoreType.DMA((2,)),
@@ -197,6 +198,7 @@ class _Kernel:
 
     def run(self) -> None:
         self.s["level"][...] = backward_tiles.signed_level_table()
+        self.s["straddle"][...] = backward_tiles.straddle_table().astype(self.plan.dtype)
         self.s["sums"][...] = pair_tiles.sum_table(1 if self.plan.one_part else 3)
         ops, outs = self.ops, self.outs
         if ops.starts is not None:
@@ -379,8 +381,7 @@ class _Kernel:
                     u.d_state = self._pair(self.s["carry"], p).astype(self.plan.dtype)
                     u.dr = self._kept(tile, u.dr, p, piece)
         self._values(tile, slot, units, piece)
-        sums = [self._sums(tile, row, piece) for row in range(self.plan.group_rows)]
-        walks = [self._local(tile, u, g, p, slot, sums, piece) for p, u in enumerate(units)]
+        walks = [self._local(tile, u, g, p, slot, piece) for p, u in enumerate(units)]
         backward_tiles.interleave(walks, LAG)
 
     def _units(self, tile: Tile, piece) -> list[Unit]:
@@ -433,14 +434,12 @@ class _Kernel:
             u.vn = x
 
     def _local(
-        self, tile: Tile, unit: Unit, g, p: int, slot, sums, piece
+        self, tile: Tile, unit: Unit, g, p: int, slot, piece
     ) -> Generator[None, None, None]:
         """The local stage of a pair and its way out."""
         plan = self.plan
-        rows = plan.row_of_head[2 * p], plan.row_of_head[2 * p + 1]
-        found = yield from backward_tiles.local(
-            unit, self.s["level"][...], (sums[rows[0]], sums[rows[1]])
-        )
+        tables = self.s["level"][...], self.s["straddle"][...]
+        found = yield from backward_tiles.local(unit, *tables)
         for name, x in (("q", found.q), ("k", found.k)):
             if plan.problem.l2norm:
                 x = backward_tiles.l2norm_backward(*self._normalized(tile, name, p), x)
@@ -551,22 +550,6 @@ class _Kernel:
         """x [C, 2D], 0 outside the piece."""
         here = tile.of_rows("piece", 0, p, x.shape[1] // 2) == piece.index.astype(F32)
         return jnp.where(here, x.astype(F32), 0.0).astype(x.dtype)
-
-    def _sums(self, tile: Tile, row: int, piece) -> jax.Array:
-        """[C, C] 0/1: row t marks the tokens from t on that no start divides from t; in a piece's
-        own pass all from t on, the others being 0."""
-        plan = self.plan
-        t = jax.lax.broadcasted_iota(jnp.int32, (C, C), 0)
-        i = jax.lax.broadcasted_iota(jnp.int32, (C, C), 1)
-        if piece is not None:
-            return jnp.where(i >= t, 1.0, 0.0).astype(plan.dtype)
-        high = tile.column(plan.group_heads + plan.group_rows + row, 0)
-        starts = jnp.where(jnp.broadcast_to(high, (C, C)) < -1.0, 1.0, 0.0).astype(jnp.bfloat16)
-        at_t = pair_tiles.dot(jnp.where(t >= i, 1.0, 0.0).astype(jnp.bfloat16), starts)
-        at_i = pair_tiles.dot(
-            starts, jnp.where(t <= i, 1.0, 0.0).astype(jnp.bfloat16), (0, 0)
-        )
-        return jnp.where((i >= t) & (at_t == at_i), 1.0, 0.0).astype(plan.dtype)
 
     def _pair(self, ref: Ref, p: int) -> jax.Array:
         return jnp.concatenate([ref[2 * p], ref[2 * p + 1]], axis=1)

@@ -8,9 +8,14 @@ with do already times `scale` and A' = A diag(beta), so that dr = beta dvb carri
 beta. The local stage takes (dr, dS', S, vn) and yields the gradients. With F = Tril[do vn^T] and
 M = -StrictTril[dr vn^T], restricted to a level n (pair_tiles.py), it is one product a level,
 
-    [F 0; M^T F^T; M 0] @ [k E_n; q E_n]        rows: dq, dk as a column, dk as a row
+    [F 0; M 0; M^T F^T] @ [k E_n; q E_n]        rows: dq, dk as a query, dk as a key
 
-whose masks lie on the left operand only. Gradients of beta need no product of their own: vn = beta e
+whose masks lie on the left operand only, its rows times E_n. A pair's share of d decay goes to every
+decay between the two: with the query rows' shares q dq + k dk this is a sum ahead to the start of the
+query's block of n, with the key rows' k dk one back from its end (`straddle_table`). The usual reverse
+sum of q dq + k (dk_row - dk_col) cancels all pairs behind t, and bfloat16 leaves their rounding.
+
+Gradients of beta need no product of their own: vn = beta e
 with e the delta rule's error, and d beta = dvb . e, so d beta = (dr . vn) / beta^2 (tiles.py keeps
 beta away from 0).
 """
@@ -27,8 +32,8 @@ from kernels.kda.pair_tiles import (
     Ladder,
     dot,
     per_head_lanes,
+    rows_of,
     softplus_gate,
-    split,
     stack_heads,
 )
 
@@ -133,33 +138,30 @@ def rebuild_vn(units: Sequence[Unit]) -> list[Array]:
     return [dot(u.a, stack_heads(r)).astype(dtype) for u, r in zip(units, rests)]
 
 
-# --- the local stage --------------------------------------------------------------------------------
+# --- the local stage ------------------------------------------------------------------------------
 
 
-def local(
-    unit: Unit, levels: Array, sums: tuple[Array, Array]
-) -> Generator[None, None, Gradients]:
+def local(unit: Unit, levels: Array, straddle: Array) -> Generator[None, None, Gradients]:
     """Gradients of one unit; yields between dependent steps, for `interleave`.
 
-    levels: `signed_level_table()`. sums: for each head the [C, C] 0/1 matrix whose row t marks the
-    tokens i >= t of t's piece, in the compute dtype; one object if the heads share it.
+    levels: `signed_level_table()`; straddle: `straddle_table()` in the compute dtype.
     """
-    u, dtype = unit, unit.d_out.dtype
-    lad = u.ladder
+    u, dtype, lad = unit, unit.d_out.dtype, unit.ladder
     both = above(u.d_out, -u.dr)
     between = dot(both, stack_heads(u.vn), (1, 1))  # [(F | M) i, (head, j)]
     yield
     reads = dot(both, stack_heads(u.state))
-    column = dot(u.vn, stack_heads(u.d_state))
+    at_exit = dot(u.vn, stack_heads(u.d_state))
     yield
     scores = (between[:C], between[C:])
     turned = transpose_tokens(*scores)
     yield
-    column = column * lad.suffix
-    last = jnp.sum(u.k * column, axis=0, keepdims=True)
-    last += lad.total * jnp.sum(u.state.astype(F32) * u.d_state.astype(F32), axis=0, keepdims=True)
-    q, row = tiles8(reads[:C] * lad.prefix), tiles8(reads[C:] * lad.prefix)
-    column = tiles8(column)
+    q, key = reads[:C] * lad.prefix, reads[C:] * lad.prefix
+    at_exit = at_exit * lad.suffix
+    terms = {"entry": u.q * q + u.k * key, "exit": u.k * at_exit}
+    through = u.state.astype(F32) * u.d_state.astype(F32)
+    through = lad.total * jnp.sum(through, axis=0, keepdims=True)
+    q, key = tiles8(q), tiles8(key + at_exit)
     yield
     found = []
     for n in (*reversed(LEVELS), 0):
@@ -167,17 +169,13 @@ def local(
         found.append((n, dot(left, _level_right(n, u, dtype))))
         yield
     for n, x in found:
-        _add_level(n, tiles8(x), lad, q, column, row)
+        terms[n] = _add_level(n, tiles8(x), u, q, key)
         yield
-    q, column, row = above(*q), above(*column), above(*row)
-    decay = u.q * q + u.k * (row - column)
-    at_end = jax.lax.broadcasted_iota(jnp.int32, (8, decay.shape[1]), 0) == 7
-    decay = above(decay[:-8], decay[-8:] + jnp.where(at_end, last, 0.0))
-    yield
-    decay = _sum_ahead(decay, sums)
+    terms = [terms[n].astype(dtype) for n in (*LEVELS, "entry", "exit")]
+    decay = dot(straddle, above(*terms)) + through
     yield
     dr = u.dr.astype(F32)
-    return Gradients(q, row + column, dr, decay, dr * u.vn.astype(F32))
+    return Gradients(above(*q), above(*key), dr, decay, dr * u.vn.astype(F32))
 
 
 def signed_level_table() -> Array:
@@ -190,38 +188,49 @@ def signed_level_table() -> Array:
     return jnp.where(i > j, level, -level)
 
 
+def straddle_table() -> Array:
+    """[C, 8C] of 0 and 1, lanes (levels, entry, exit; i): whether decay t lies between the token i
+    and the one it is paired with, or the chunk's edge.
+
+    A level pairs i, in an odd block of n, with every token of the even block before it: t reaches
+    from the block's start to i. Seen from the even block, t reaches from behind i to its end.
+    """
+    t = jax.lax.broadcasted_iota(jnp.int32, (C, C), 0)
+    i = jax.lax.broadcasted_iota(jnp.int32, (C, C), 1)
+    parts = []
+    for n in LEVELS:
+        odd, same = (i & n) != 0, (i & -n) == (t & -n)
+        parts.append(same & ((odd & (t <= i)) | (~odd & (t > i))))
+    parts += [t <= i, t > i]
+    return aside(*[jnp.where(part, 1.0, 0.0) for part in parts])
+
+
 def _blocks(n: int, odd: int) -> list[int]:
     """Which tiles of 8 rows lie in odd or even blocks of n rows."""
     return [t for t in range(C // 8) if (8 * t // n) % 2 == odd]
 
 
-def _take(x: Array, n: int, odd: int) -> Array:
-    return above(*[x[s : s + n] for s in range(odd * n, C, 2 * n)])
-
-
 def _level_left(n: int, scores, turned, levels: Array, dtype) -> Array:
-    """The left operand of level n; n = 0 is the diagonal of F, without a column of M.
+    """The left operand of level n, rows for (dq; dk); n = 0 is the diagonal of F.
 
-    From 8 on it holds only the rows that take part: those of odd blocks of n for dq and the row
-    side, those of even blocks for the column side.
+    From 8 on it holds only the rows that take part: those of odd blocks of n for dq, then for dk,
+    and those of even blocks for dk.
     """
     if n == 0:
         f = jnp.where(levels == 0, scores[0], 0.0).astype(dtype)
-        return stack_diagonal(f)
-    if n >= 8:
-        scores, turned = [_take(x, n, 1) for x in scores], [_take(x, n, 0) for x in turned]
-        down, up = _take(levels, n, 1) == n, _take(levels, n, 0) == -n
-    else:
+        zero = jnp.zeros_like(f)
+        return above(aside(f, zero), aside(zero, f))
+    if n < 8:
         down, up = levels == n, levels == -n
-    f, m = [jnp.where(down, x, 0.0).astype(dtype) for x in scores]
-    ft, mt = [jnp.where(up, x, 0.0).astype(dtype) for x in turned]
+        f = jnp.where(down, scores[0], 0.0).astype(dtype)
+        ft = jnp.where(up, turned[0], 0.0).astype(dtype)
+        m = jnp.where(down, scores[1], jnp.where(up, turned[1], 0.0)).astype(dtype)
+        return above(aside(f, jnp.zeros_like(f)), aside(m, ft))
+    down, up = rows_of(levels, n, 1) == n, rows_of(levels, n, 0) == -n
+    f, m = [jnp.where(down, rows_of(x, n, 1), 0.0).astype(dtype) for x in scores]
+    ft, mt = [jnp.where(up, rows_of(x, n, 0), 0.0).astype(dtype) for x in turned]
     zero = jnp.zeros_like(f)
-    return above(aside(f, zero), aside(mt, ft), aside(m, zero))
-
-
-def stack_diagonal(x: Array) -> Array:
-    zero = jnp.zeros_like(x)
-    return above(aside(x, zero), aside(zero, x))
+    return above(aside(f, zero), aside(m, zero), aside(mt, ft))
 
 
 def _factors(lad: Ladder, n: int) -> list[Array]:
@@ -241,28 +250,27 @@ def _level_right(n: int, u: Unit, dtype) -> Array:
     return above(stack_heads((u.k * e).astype(dtype)), stack_heads((u.q * e).astype(dtype)))
 
 
-def _add_level(n: int, found: list[Array], lad: Ladder, q, column, row) -> None:
-    """Add a level's product, in tiles of 8 rows, to the three accumulators."""
+def _add_level(n: int, found: list[Array], u: Unit, q: list[Array], key: list[Array]):
+    """Add a level's product to the gradients of q and k, in tiles of 8 rows. Returns its terms of
+    d decay, one for each token [C, 2K]: all of one sign in `straddle_table`, nothing cancels."""
     if n == 0:
         for t in range(C // 8):
             q[t] += found[t]
-            column[t] += found[C // 8 + t]
-        return
-    e = _factors(lad, n)
-    odd, even = (_blocks(n, 1), _blocks(n, 0)) if n >= 8 else (range(C // 8), range(C // 8))
+            key[t] += found[C // 8 + t]
+        return None
+    e, q_in, k_in = _factors(u.ladder, n), tiles8(u.q), tiles8(u.k)
+    odd = _blocks(n, 1) if n >= 8 else list(range(C // 8))
+    order = odd + _blocks(n, 0) if n >= 8 else odd
+    terms = [jnp.zeros_like(e[0])] * (C // 8)
+    for at, t in enumerate(order):
+        part = e[t] * found[len(odd) + at]
+        key[t] += part
+        terms[t] = k_in[t] * part
     for at, t in enumerate(odd):
-        q[t] += e[t] * found[at]
-        row[t] += e[t] * found[len(odd) + len(even) + at]
-    for at, t in enumerate(even):
-        column[t] += e[t] * found[len(odd) + at]
-
-
-def _sum_ahead(x: Array, sums: tuple[Array, Array]) -> Array:
-    """sums @ x [C, 2K] for each head of float32 x: in bfloat16 by x in two parts."""
-    shared = sums[0] is sums[1]
-    parts = [x] if sums[0].dtype == F32 else split(x, 2)
-    left = aside(*[sums[0]] * len(parts)) if shared else aside(*sums * len(parts))
-    return dot(left, above(*[part if shared else stack_heads(part) for part in parts]))
+        part = e[t] * found[at]
+        q[t] += part
+        terms[t] += q_in[t] * part
+    return above(*terms)
 
 
 # --- inputs ---------------------------------------------------------------------------------------
