@@ -64,6 +64,12 @@ def failed(error: Exception) -> int:
             "or --config.train.skip_nonfinite=true",
             1,
         )
+    if isinstance(error, OSError) and error.filename:
+        return fail(
+            f"{error.filename}: {error.strerror}; the steps saved before are untouched; "
+            "try freeing space, or another --workdir",
+            1,
+        )
     import jax
 
     if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
@@ -175,6 +181,21 @@ def build(config: Any, workdir: str) -> Parts:
     schedule = make_schedule(OptimizerConfig(**options))
     return Parts(
         config, workdir, mesh, model, loader, validation, optimizer, schedule, shapes, goodput
+    )
+
+
+def describe(parts: Parts) -> str:
+    """What is trained on what, in one line."""
+    import jax
+
+    from model.sharding import param_count
+
+    data, mesh = parts.config.data, parts.mesh.shape
+    return (
+        f"{param_count(parts.model):,} parameters on {jax.device_count()} x "
+        f"{jax.devices()[0].device_kind} ({', '.join(f'{k} {n}' for k, n in mesh.items())}); "
+        f"a step takes {data.rows} rows x {data.sequence_length} tokens"
+        + (f" x {n} windows" if (n := parts.config.train.windows_per_step) > 1 else "")
     )
 
 
@@ -350,12 +371,15 @@ def train(config: Any, flags: Any, signals: Signals) -> int:
             print(line, flush=True)
 
     parts = build(config, workdir)
+    say(describe(parts))
     manager = open_checkpoints(parts, say)
     state, start = first_state(parts, manager, flags.init_from, say)
     if start >= config.train.steps:
         say(f"step {start} of config.train.steps={config.train.steps} is done: nothing to train")
         return 0
     writers = Writers(workdir, start, config.train.steps, primary=primary)
+    writers.text(start, "config", f"```\n{config}\n```")
+    writers.text(start, "parameters", describe(parts))
     try:
         if signals.stop and jax.process_count() == 1:  # no need to compile first
             Saver(parts, manager).save(start, state, None)

@@ -209,7 +209,7 @@ class Manager:
         target: Callable[[dict[str, Any]], dict[str, jax.ShapeDtypeStruct]],
     ) -> Restored:
         """One step, verified. See `restore_latest` for `target` and the errors."""
-        record = self._together(lambda: self._read_record(step))
+        record = self._together(lambda: self.record(step))
         wanted = target(record["facts"])
         place = f"{self.directory}/{step}"
         compare_trees(place, record["tree"], describe(wanted))
@@ -265,7 +265,8 @@ class Manager:
         name = next(n for n in (f"{step}-{i}" for i in range(len(taken) + 1)) if n not in taken)
         (self.directory / str(step)).rename(broken / name)
 
-    def _read_record(self, step: int) -> dict[str, Any]:
+    def record(self, step: int) -> dict[str, Any]:
+        """What stands beside the arrays of a step: format, tree, digests, facts."""
         place = f"{self.directory}/{step}"
         path = self.directory / str(step) / "record"
         if not path.exists() or not any(path.iterdir()):

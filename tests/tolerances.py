@@ -14,3 +14,23 @@ ATTENTION_BFLOAT16 = 1e-2
 BFLOAT16_AGAINST_FLOAT32 = 3e-2
 # A slope from five float32 losses of about 4: rounding of 2e-7 each over a step of 0.05.
 FINITE_DIFFERENCE = 1e-2
+# KDA's float32 path against the recurrence in float64: products at full precision, sums of 64 terms
+# and an inverse per tile.
+KDA_FLOAT32 = 1e-5
+# bf16 operands (2^-9) in every product and a bf16 result, accumulated in float32.
+KDA_BFLOAT16 = 5e-3
+# Nearly identical keys with beta = 1: the new value is a small difference of rounded ones.
+KDA_BFLOAT16_NEAR_KEYS = 3e-2
+
+# KDA and the float64 recurrence. float32: a few roundings through sums of 64 products, states and
+# running products; gradients take about twice the way.
+KDA_BOUNDS_FLOAT32 = {"out": 1e-5, "gradient": 5e-5, "decay": 5e-5}
+# bf16 inputs: every operand of a product and the result are rounded by up to 2^-9. The decay's
+# gradient is a running sum of differences of such products.
+KDA_BOUNDS_BFLOAT16 = {"out": 5e-3, "gradient": 1e-2, "decay": 1.5e-2}
+# The recurrence in float32 behind the interface: the same formulas in the same order.
+KDA_BOUNDS_RECURRENT = {"out": 5e-6, "gradient": 1e-5, "decay": 1e-5}
+# Short convolution in float32 against float64 sums of W products and a sigmoid.
+CONVOLUTION_FLOAT32 = 1e-6
+# A run that went on on another mesh: float32 sums in another order, through ten steps of training.
+RESUMED_ON_ANOTHER_MESH = 1e-4

@@ -1,0 +1,173 @@
+"""Going on: bit for bit after any end, on other meshes, from other runs, or a clear refusal."""
+
+import random
+import shutil
+import signal
+import time
+
+import pytest
+
+from checkpoints.manager import Manager
+from tests.tolerances import RESUMED_ON_ANOTHER_MESH
+from tests.trainer import Running, learning, reports, steps_on_disk, train
+from training.resume import differences
+
+# Four ranks share a row's 128 tokens; documents are longer than that, so the carry matters.
+MESH = "--config.mesh.context=4"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Twenty steps without a break."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(folder, MESH)
+    return folder
+
+
+@pytest.fixture
+def half(whole, tmp_path):
+    """A copy of the whole run that can go on from step 10."""
+    folder = tmp_path / "half"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "checkpoints" / "20")
+    return folder
+
+
+def test_steps_in_two_processes_are_the_steps_of_one(whole, tmp_path):
+    """7 + 13 steps: the break is inside a document, between evaluations and saves."""
+    train(tmp_path, MESH, "--config.train.steps=7")
+    assert steps_on_disk(tmp_path) == [7]
+    done = train(tmp_path, MESH)
+    assert "resumed from step 7" in done.stdout
+    broken = learning(tmp_path)
+    assert broken[7].pop("eval/loss") > 0  # the first part evaluated at its own end as well
+    assert broken == learning(whole)
+
+
+def test_killed_and_told_to_stop_no_step_is_lost_or_repeated(whole, tmp_path):
+    """kill -9 as soon as a save has begun; SIGTERM later; then to the end."""
+    arguments = [MESH, "--config.checkpoint.every=5"]
+    run = Running(tmp_path, *arguments)
+    run.until("step 10/")
+    run.signal(signal.SIGKILL)
+    run.end(-signal.SIGKILL)
+    run = Running(tmp_path, *arguments)
+    run.until("step 12/")
+    run.signal(signal.SIGTERM)
+    run.end(0)
+    train(tmp_path, *arguments)
+    assert learning(tmp_path) == learning(whole)
+
+
+def test_goodput_goes_on(half):
+    """What a restart throws away is restart time; nothing else is forgotten."""
+    before = reports(half)[20]
+    train(half, MESH)
+    after = reports(half)[20]
+    for kind in ("compilation", "evaluation", "restart"):
+        name = f"goodput/{kind}_seconds"
+        assert after[name] > reports(half)[10][name]
+    total = [
+        sum(v for k, v in values.items() if k.endswith("_seconds") and k.startswith("goodput"))
+        for values in (before, after)
+    ]
+    assert total[1] > total[0]
+    assert 0 < after["goodput/productive_share"] < before["goodput/productive_share"]
+
+
+@pytest.mark.parametrize("mesh", [{"context": 1}, {"context": 2}, {"data": 2, "context": 2}])
+def test_goes_on_on_another_mesh(whole, half, mesh):
+    train(half, *(f"--config.mesh.{axis}={ranks}" for axis, ranks in mesh.items()))
+    for step, values in learning(whole).items():
+        found = learning(half)[step]["learning/loss"]
+        tolerance = 0 if step <= 10 else RESUMED_ON_ANOTHER_MESH
+        assert found == pytest.approx(values["learning/loss"], rel=tolerance), step
+
+
+def test_other_rows_are_refused_or_dealt_anew(half):
+    before = learning(half)
+    done = train(half, MESH, "--config.data.rows=4", code=1)
+    assert "config.data.rows" in done.stderr and "if_changed=go_on" in done.stderr
+    assert done.stderr.count("\n") == 1 and learning(half) == before
+    done = train(half, MESH, "--config.data.rows=4", "--config.data.if_changed=go_on")
+    assert "the carried state starts empty" in done.stdout
+    assert reports(half)[11]["learning/loss"] < reports(half)[1]["learning/loss"] - 0.5
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("--config.model.width=96", "config.model.width is 64 there and 96 here"),
+        ("--config.model.gate=bounded", "config.model.gate is 'softplus' there and 'bounded' here"),
+        ("--config.optimizer.name=muon", "another model or optimizer"),
+    ],
+)
+def test_another_model_is_refused(half, argument, says):
+    done = train(half, MESH, argument, code=1)
+    assert says in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert steps_on_disk(half) == [10] and max(reports(half)) == 20
+
+
+def test_a_damaged_checkpoint_stops_the_run_or_is_passed_over(whole, half):
+    shutil.copytree(whole / "checkpoints" / "20", half / "checkpoints" / "20")
+    data = max((half / "checkpoints" / "20").rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    arguments = [MESH, "--config.train.steps=22"]
+    done = train(half, *arguments, code=1)
+    assert "20: damaged" in done.stderr and "pass_over" in done.stderr
+    assert done.stderr.count("\n") == 1 and data.read_bytes() == bytes(content)
+    done = train(half, *arguments, "--config.checkpoint.damaged=pass_over")
+    assert "passed over" in done.stdout and "resumed from step 10" in done.stdout
+    assert {20, 22} <= set(steps_on_disk(half))
+    assert {s: v for s, v in learning(half).items() if s <= 20} == learning(whole)
+
+
+def test_another_runs_parameters_start_a_new_training(whole, tmp_path):
+    done = train(tmp_path, MESH, f"--init_from={whole}", "--config.train.steps=3")
+    assert "parameters from step 20" in done.stdout
+    assert list(reports(tmp_path)) == [1, 2, 3]
+    first = reports(tmp_path)[1]["learning/loss"]
+    assert first < reports(whole)[1]["learning/loss"] - 0.5
+    done = train(tmp_path / "none", MESH, f"--init_from={tmp_path / 'nowhere'}", code=1)
+    assert "nowhere" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_killed_fifty_times_at_any_moment(tmp_path):
+    """Faults injected: 50. Survived: 50. The parameters at the end are those of a whole run."""
+    arguments = ["--config.train.steps=2000", "--config.eval.every=0"]
+    arguments += ["--config.checkpoint.every=7", "--config.log.every=1"]
+    train(tmp_path / "whole", *arguments)
+    chance, killed = random.Random(0), tmp_path / "killed"
+    for kill in range(50):
+        run = Running(killed, *arguments)
+        if kill % 5 == 0:  # while it starts, restores and compiles
+            time.sleep(chance.uniform(0.0, 6.0))
+        else:  # while it trains and saves
+            run.until("step ")
+            time.sleep(chance.uniform(0.0, 0.3))
+        run.signal(signal.SIGKILL)
+        run.end(-signal.SIGKILL)
+    train(killed, *arguments)
+    assert learning(killed) == learning(tmp_path / "whole")
+    assert digests_of(killed, 2000) == digests_of(tmp_path / "whole", 2000)
+
+
+def digests_of(workdir, step: int) -> dict[str, int]:
+    """A digest of every array of a step, as saved."""
+    manager = Manager(str(workdir / "checkpoints"))
+    return manager.record(step)["digests"]
+
+
+def test_differences_tell_another_model_from_other_options():
+    saved = {"model": {"width": 64, "remat": "full"}, "train": {"steps": 10}}
+    now = {"model": {"width": 32, "remat": "none"}, "train": {"steps": 10, "new": 1}}
+    found = differences(saved, now)
+    assert found.model == ["config.model.width is 64 there and 32 here"]
+    assert found.other == [
+        "config.model.remat is 'full' there and 'none' here",
+        "config.train.new is None there and 1 here",
+    ]
+    assert differences(saved, saved) == type(found)([], [])

@@ -1,0 +1,244 @@
+"""The compiled step: one global mean whatever the cut, gradients through windows, skipped steps.
+
+The optimizer is plain gradient descent with rate 1, so a step's change of the parameters is the
+gradient that the trainer computed.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from data.batch import Batch
+from tests.model_cases import KDA, MIXED, VOCABULARY, make_mesh, make_params, row
+from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
+from training.report import eval_values
+from training.state import empty_carry, flatten, init_state, state_shapes
+from training.step import StepConfig, make_eval_step, make_train_step, make_votes
+
+SGD = optax.sgd(1.0)
+ONE = dataclasses.replace(KDA, repeats=1)
+PLAIN = StepConfig()
+WINDOW = 4  # losses that the spike rule looks back on
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_fast():
+    """Compilation dominates here: these tests compare values, not speed."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@functools.cache
+def stepper(cfg, options: StepConfig, rows: int, **mesh_sizes):
+    mesh = make_mesh(**mesh_sizes)
+    shapes = state_shapes(cfg, mesh, SGD, rows, WINDOW)
+    step = make_train_step(options, cfg, mesh, SGD, optax.constant_schedule(1.0), shapes)
+    return mesh, shapes, step
+
+
+def start(cfg, rows: int, mesh, shapes, params=None):
+    """A state with parameters off their initial values."""
+    state = init_state(cfg, mesh, SGD, rows, WINDOW, 0)
+    params = make_params(cfg) if params is None else params
+    placed = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, shapes.params)
+    return state._replace(params=placed)
+
+
+def batch_of(segment_ids: np.ndarray, seed: int = 0) -> Batch:
+    """Random tokens of [W, B, T] segment ids; no row continues; three bytes a target."""
+    random = np.random.default_rng(seed)
+    shape = segment_ids.shape
+    weights = (segment_ids != 0).astype(np.float32)
+    return Batch(
+        tokens=random.integers(0, VOCABULARY, shape).astype(np.int32),
+        targets=random.integers(0, VOCABULARY, shape).astype(np.int32),
+        segment_ids=segment_ids.astype(np.int32),
+        positions=np.zeros(shape, np.int32),
+        loss_weights=weights,
+        target_bytes=3 * weights.astype(np.int32),
+        continues=np.zeros(shape[:2], bool),
+    )
+
+
+def run(cfg, batch: Batch, options=PLAIN, vote=0, state=None, params=None, **mesh_sizes):
+    """(metrics, gradient by name, new state) of one step. The state given is used up."""
+    rows = batch.tokens.shape[1]
+    mesh, shapes, step = stepper(cfg, options, rows, **mesh_sizes)
+    state = start(cfg, rows, mesh, shapes, params) if state is None else state
+    before = jax.device_get(flatten(state.params))
+    batch = jax.tree.map(jnp.asarray, batch)
+    state, metrics = step(state, batch, make_votes(mesh)[vote])
+    after = jax.device_get(flatten(state.params))
+    return jax.device_get(metrics), {n: before[n] - after[n] for n in before}, state
+
+
+def assert_close(found: dict, expected: dict, tolerance: float):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        error = np.sqrt(np.mean((found[name] - value) ** 2) / max(np.mean(value**2), 1e-30))
+        assert error < tolerance, f"{name}: {error:.1e}"
+
+
+# Rows that hold very different numbers of real tokens, one none at all: means of means differ.
+UNEVEN = np.stack([row((1, 64)), row((1, 9), (0, 55)), row((1, 20), (2, 44)), row((0, 64))])[None]
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "mesh_sizes"),
+    [
+        (2, {}),
+        (4, {}),
+        (1, {"data": 2, "fsdp": 2}),
+        (2, {"data": 2, "context": 2}),
+        (1, {"context": 4, "tensor": 2}),
+    ],
+)
+def test_one_global_mean_whatever_the_mesh_and_the_accumulation(accumulation, mesh_sizes):
+    options = StepConfig(z_loss=0.01)
+    expected, gradient, _ = run(ONE, batch_of(UNEVEN), options)
+    options = dataclasses.replace(options, accumulation=accumulation)
+    found, found_gradient, _ = run(ONE, batch_of(UNEVEN), options, **mesh_sizes)
+    for name in ("loss", "z_loss", "bits_per_byte", "grad_norm"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=MODEL_FLOAT32, err_msg=name)
+    assert found["tokens"] == expected["tokens"] == 64 + 9 + 64
+    assert_close(found_gradient, gradient, MODEL_FLOAT32_GRADIENT)
+
+
+def test_reported_numbers_are_what_they_say():
+    metrics, gradient, _ = run(ONE, batch_of(UNEVEN), StepConfig(z_loss=0.01))
+    norm = np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in gradient.values()))
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=MODEL_FLOAT32)
+    # Three bytes a target: bits a byte follow from nats a token.
+    bits = metrics["loss"] / np.log(2) / 3
+    np.testing.assert_allclose(metrics["bits_per_byte"], bits, rtol=MODEL_FLOAT32)
+    assert metrics["learning_rate"] == 1.0 and metrics["finite"] and metrics["stop"] == 0
+
+
+def test_one_vote_to_stop_is_heard():
+    assert run(ONE, batch_of(UNEVEN), StepConfig(z_loss=0.01), vote=1)[0]["stop"] == 1
+
+
+def long_and_windows(windows: int, length: int) -> tuple[Batch, Batch]:
+    """A document of five windows and a bit, then a second one: as one long row and as windows."""
+    total = windows * length
+    whole = np.stack([row((1, 5 * length + 7), (2, total - 5 * length - 7)), row((1, total))])
+    long = batch_of(whole[None])
+
+    def cut(x):
+        return np.moveaxis(x[0].reshape(2, windows, length), 1, 0)
+
+    fields = {name: cut(value) for name, value in long._asdict().items() if name != "continues"}
+    ids = fields["segment_ids"]
+    # Numbers of segments begin at 1 in every row.
+    fields["segment_ids"] = ids - ids[:, :, :1] + 1
+    continues = np.ones((windows, 2), bool)
+    continues[0] = False
+    return long, Batch(**fields, continues=continues)
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_windows_of_a_step_are_one_long_row(context):
+    """Loss and gradient, through the trainer's own step: state, convolution tail and remat."""
+    long, windows = long_and_windows(6, 32)
+    expected, gradient, ends = run(ONE, long)
+    found, found_gradient, found_ends = run(ONE, windows, context=context)
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=MODEL_FLOAT32)
+    assert_close(found_gradient, gradient, MODEL_FLOAT32_GRADIENT)
+    carries = (jax.device_get(flatten(x.carry)) for x in (found_ends, ends))
+    assert_close(*carries, MODEL_FLOAT32)
+
+
+def test_windows_without_carry_are_not_the_long_row():
+    """The check above sees the difference: rows that begin afresh give another loss."""
+    long, windows = long_and_windows(6, 32)
+    fresh = windows._replace(continues=np.zeros_like(windows.continues))
+    apart = abs(run(ONE, fresh)[0]["loss"] / run(ONE, long)[0]["loss"] - 1)
+    assert apart > 100 * MODEL_FLOAT32
+
+
+def test_the_next_step_goes_on_from_the_carry():
+    """Two steps of three windows each, with the same parameters, sum up to the long row."""
+    long, windows = long_and_windows(6, 32)
+    first, second = (jax.tree.map(lambda x, i=i: x[i : i + 3], windows) for i in (0, 3))
+    params = make_params(ONE)
+    one, _, state = run(ONE, first, params=params)
+    mesh, shapes, _ = stepper(ONE, PLAIN, 2)
+    state = start(ONE, 2, mesh, shapes, params)._replace(carry=state.carry)
+    two, _, _ = run(ONE, second, state=state)
+    together = (one["loss"] * one["tokens"] + two["loss"] * two["tokens"]) / long.tokens.size
+    np.testing.assert_allclose(together, run(ONE, long)[0]["loss"], rtol=MODEL_FLOAT32)
+
+
+def broken_parameters():
+    params = make_params(ONE)
+    return params | {"final_norm": params["final_norm"] * jnp.nan}
+
+
+def test_a_step_that_is_not_finite_is_skipped_whole():
+    options = StepConfig(skip_nonfinite=True)
+    metrics, change, state = run(ONE, batch_of(UNEVEN), options, params=broken_parameters())
+    assert not metrics["finite"] and metrics["steps_skipped"] == 1
+    assert int(state.step) == 1 and int(state.seen) == 0
+    assert all(np.all(c[np.isfinite(c)] == 0) for c in change.values())
+    assert all(not np.any(x) for x in jax.device_get(jax.tree.leaves(state.carry)))
+    # And the next, with parameters that are whole again, is not.
+    mesh, shapes, _ = stepper(ONE, options, 4)
+    state = start(ONE, 4, mesh, shapes)._replace(skipped=state.skipped, step=state.step)
+    metrics, change, state = run(ONE, batch_of(UNEVEN), options, state=state)
+    assert metrics["finite"] and metrics["steps_skipped"] == 1 and int(state.seen) == 1
+    assert any(np.any(c) for c in change.values())
+    assert any(np.any(x) for x in jax.device_get(jax.tree.leaves(state.carry)))
+
+
+def test_a_step_that_is_not_finite_is_told_where_it_is_not_skipped():
+    metrics, _, _ = run(ONE, batch_of(UNEVEN), params=broken_parameters())
+    assert not metrics["finite"]
+
+
+@pytest.mark.parametrize(
+    ("recent", "seen", "skips"),
+    [
+        ([4.0, 4.1, 3.9, 4.0], WINDOW, True),  # the loss here is above 4.4
+        ([4.0, 4.1, 3.9, 4.0], WINDOW - 1, False),  # too few losses to know what is usual
+        ([6.0, 2.0, 6.0, 2.0], WINDOW, False),  # within what is usual
+    ],
+)
+def test_a_spike_is_skipped(recent, seen, skips):
+    options = StepConfig(spike_deviations=3.0)
+    mesh, shapes, _ = stepper(ONE, options, 4)
+    state = start(ONE, 4, mesh, shapes)
+    state = state._replace(recent=jnp.asarray(recent, jnp.float32), seen=jnp.int32(seen))
+    metrics, change, state = run(ONE, batch_of(UNEVEN), options, state=state)
+    assert 4.4 < metrics["loss"] < 8, "the cases above were chosen for such a loss"
+    assert metrics["steps_skipped"] == skips
+    assert any(np.any(c) for c in change.values()) != skips
+    kept = np.asarray(state.recent).tolist()
+    assert (kept == np.float32(recent).tolist()) == skips, "only applied steps are remembered"
+
+
+def test_evaluation_is_the_same_mean_over_all_batches():
+    """Two batches of very different weight: sums over sums, with the carry going on."""
+    _, windows = long_and_windows(6, 32)
+    parts = [jax.tree.map(lambda x, i=i: x[i : i + 1], windows) for i in range(6)]
+    parts[4] = parts[4]._replace(loss_weights=np.zeros_like(parts[4].loss_weights))
+    joined = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+    mesh, shapes, _ = stepper(ONE, PLAIN, 2)
+    params, carry = start(ONE, 2, mesh, shapes).params, empty_carry(ONE, mesh, 2)
+    step, sums = make_eval_step(ONE, mesh), []
+    for part in parts:
+        carry, numbers = step(params, carry, jax.tree.map(jnp.asarray, part))
+        sums.append(numbers)
+    found = eval_values(sums)["eval/loss"]
+    np.testing.assert_allclose(found, run(ONE, joined)[0]["loss"], rtol=MODEL_FLOAT32)
+
+
+def test_attention_sees_so_many_keys():
+    ids = np.stack([row((1, 3), (2, 2), (0, 59)), row((1, 64))])[None]
+    metrics, _, _ = run(dataclasses.replace(MIXED, repeats=1), batch_of(ids))
+    assert metrics["attended"] == (1 + 2 + 3) + (1 + 2) + 64 * 65 / 2

@@ -1,0 +1,188 @@
+"""Whole runs of train.py: what a user sees, what is left on disk, and how a run ends."""
+
+import os
+import resource
+import signal
+import stat
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.trainer import Running, learning, reports, steps_on_disk, train
+
+NAMES = {
+    "learning/loss",
+    "learning/bits_per_byte",
+    "learning/grad_norm",
+    "learning/learning_rate",
+    "learning/steps_skipped",
+    "perf/step_time_seconds",
+    "perf/tokens_per_second",
+    "perf/padded_tokens_per_second",
+    "perf/tokens_per_second_per_device",
+    "perf/tflops_per_second_per_device",
+    "perf/data_wait_seconds",
+    "memory/host_rss_bytes",
+    "memory/compiled_peak_bytes",
+    "goodput/training_seconds",
+    "goodput/compilation_seconds",
+    "goodput/data_seconds",
+    "goodput/checkpoint_seconds",
+    "goodput/evaluation_seconds",
+    "goodput/restart_seconds",
+    "goodput/productive_share",
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of the smoke config from start to end, on a context axis of two: (folder, output)."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return folder, train(folder, "--config.mesh.context=2")
+
+
+def test_the_loss_falls_and_validation_stands_beside_gzip(whole):
+    folder, done = whole
+    losses = [values["learning/loss"] for values in reports(folder).values()]
+    assert losses[0] > 5 and losses[-1] < 4.6, losses
+    assert not done.stderr, "nothing but numbers: no warning of libtpu or of anything else"
+    assert "step 20/20" in done.stdout and "gzip -9 on the same" in done.stdout
+    assert "step 20 is saved" in done.stdout
+
+
+def test_every_name_is_reported_at_every_step(whole):
+    found = reports(whole[0])
+    assert list(found) == list(range(1, 21))
+    missing = {(step, name) for step, v in found.items() for name in NAMES if name not in v}
+    assert not missing
+    assert [step for step, values in found.items() if "eval/bits_per_byte" in values] == [10, 20]
+
+
+def test_speed_is_that_of_completed_steps(whole):
+    """Tokens a second and step time tell of the same steps; compilation is in neither."""
+    for values in reports(whole[0]).values():
+        tokens = values["perf/tokens_per_second"] * values["perf/step_time_seconds"]
+        assert tokens == pytest.approx(2 * 128, rel=1e-6)
+    time = sum(values["perf/step_time_seconds"] for values in reports(whole[0]).values())
+    goodput = reports(whole[0])[20]
+    busy = goodput["goodput/training_seconds"] + goodput["goodput/data_seconds"]
+    assert time == pytest.approx(busy, rel=0.3)
+
+
+def test_tensorboard_reads_the_same_numbers(whole):
+    reader = EventAccumulator(str(whole[0] / "tensorboard"), size_guidance={"scalars": 0})
+    reader.Reload()
+    for name in ("learning/loss", "eval/loss", "perf/tokens_per_second"):
+        events = {event.step: event.value for event in reader.Scalars(name)}
+        expected = {s: v[name] for s, v in reports(whole[0]).items() if name in v}
+        assert events == pytest.approx(expected, rel=1e-6)
+    texts = reader.Tags()["tensors"]
+    assert "config/text_summary" in texts and "parameters/text_summary" in texts
+
+
+def test_checkpoints_are_kept_as_asked(whole):
+    assert steps_on_disk(whole[0]) == [10, 20]
+
+
+def test_the_same_command_again_has_nothing_to_do(whole):
+    before = learning(whole[0])
+    done = train(whole[0], "--config.mesh.context=2")
+    assert "nothing to train" in done.stdout and learning(whole[0]) == before
+
+
+def test_every_last_step_is_saved(tmp_path):
+    """Step 7 of 7 with a period of 5 is on disk, and so is what it reported."""
+    train(tmp_path, "--config.train.steps=7", "--config.checkpoint.every=5")
+    assert steps_on_disk(tmp_path) == [5, 7] and list(reports(tmp_path)) == list(range(1, 8))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
+    arguments = ["--config.optimizer.learning_rate=1e30", "--config.optimizer.warmup_steps=2"]
+    done = train(tmp_path, "--config.checkpoint.every=1", *arguments, code=1)
+    assert done.stderr.startswith("error: step ") and "not finite" in done.stderr
+    step = int(done.stderr.split()[2].rstrip(":"))
+    assert steps_on_disk(tmp_path)[-1] == step - 1 and done.stderr.count("\n") == 1
+
+
+def test_skipping_steps_that_are_not_finite_is_an_option(tmp_path):
+    arguments = ["--config.optimizer.learning_rate=1e30", "--config.optimizer.warmup_steps=2"]
+    train(tmp_path, "--config.train.skip_nonfinite", "--config.eval.every=0", *arguments)
+    last = reports(tmp_path)[20]
+    assert last["learning/loss"] is None and last["learning/steps_skipped"] > 10
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_stop_saves_one_step_and_says_how_to_go_on(tmp_path, number):
+    run = Running(tmp_path, "--config.train.steps=100000", "--config.eval.every=0")
+    run.until("step 5/")
+    run.signal(number)
+    text = run.end(0)
+    last = max(reports(tmp_path))
+    assert steps_on_disk(tmp_path)[-1] == last >= 5
+    assert f"stopped by {number.name}; step {last} is saved" in text and "goes on from" in text
+
+
+def test_told_to_stop_before_the_first_step(tmp_path):
+    run = Running(tmp_path)
+    run.until(" parameters")
+    run.signal(signal.SIGTERM)
+    assert "step 0 is saved" in run.end(0)
+    assert steps_on_disk(tmp_path) == [0]
+    train(tmp_path, "--config.train.steps=1")
+    assert steps_on_disk(tmp_path) == [0, 1]
+
+
+def test_told_to_stop_twice_ends_at_once(tmp_path):
+    run = Running(tmp_path, "--config.train.steps=100000")
+    run.until(" parameters")
+    run.signal(signal.SIGTERM)
+    run.until("stopping after the step")
+    run.signal(signal.SIGTERM)
+    assert "ending at once" in run.end(128 + signal.SIGTERM)
+
+
+def test_a_profile_is_written_by_option_and_on_a_signal(tmp_path):
+    run = Running(
+        tmp_path,
+        "--config.train.steps=100000",
+        "--config.eval.every=0",
+        "--config.checkpoint.every=0",
+        "--config.profile.start=3",
+        "--config.profile.steps=2",
+    )
+    run.until("profile of 2 steps")
+    run.signal(signal.SIGUSR1)
+    run.until("profile of 2 steps")
+    run.signal(signal.SIGTERM)
+    run.end(0)
+    traces = list((tmp_path / "tensorboard" / "plugins" / "profile").glob("*/*.xplane.pb"))
+    assert len(traces) >= 1 and all(trace.stat().st_size for trace in traces)
+
+
+def small_files():
+    """No file of this process may grow beyond 64 KiB: what a full disk does to a save."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run(tmp_path):
+    arguments = ["--config.train.steps=100000", "--config.checkpoint.every=5"]
+    train(tmp_path, "--config.train.steps=3", "--config.checkpoint.every=0")
+    done = train(tmp_path, *arguments, code=1, preexec_fn=small_files)
+    assert done.stderr.startswith("error: ") and "saving step 5 failed" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert steps_on_disk(tmp_path) == [3] and max(reports(tmp_path)) < 15
+
+
+def unprivileged():
+    """Root may write anywhere; nobody may not."""
+    if os.getuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+
+
+def test_a_folder_without_permission_is_one_line(tmp_path):
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    done = train(folder, code=1, preexec_fn=unprivileged)
+    assert "cannot write there" in done.stderr and done.stderr.count("\n") == 1, done.stderr

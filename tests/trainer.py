@@ -1,0 +1,117 @@
+"""Runs train.py as a user does, in processes of its own, for the tests that need whole runs."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SMOKE = "configs/smoke.py"
+# Compiled programs are kept between runs and between sessions of tests: most of a short run is
+# compilation. JAX's key covers everything that the program depends on.
+CACHE = os.path.join(tempfile.gettempdir(), f"kda-trainer-tests-{os.getuid()}")
+
+
+def command(workdir, *arguments: str, config: str = SMOKE) -> list[str]:
+    return [
+        sys.executable,
+        "train.py",
+        f"--config={config}",
+        f"--workdir={workdir}",
+        f"--config.train.compilation_cache={CACHE}",
+        *arguments,
+    ]
+
+
+def environment() -> dict[str, str]:
+    """Without what a test session sets for itself; LLVM's optimizer costs more than it brings."""
+    ours = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    return ours | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
+def train(workdir, *arguments: str, code: int = 0, **options) -> subprocess.CompletedProcess:
+    """A run from start to end, which must end with this exit code."""
+    done = subprocess.run(
+        command(workdir, *arguments),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        **options,
+    )
+    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+class Running:
+    """A run that is under way; its lines (stdout and stderr) are read as they come."""
+
+    def __init__(self, workdir, *arguments: str):
+        self.process = subprocess.Popen(
+            command(workdir, *arguments),
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._watchdog = threading.Timer(300, self.process.kill)
+        self._watchdog.start()
+
+    def _read(self) -> Iterator[str]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            yield self.lines[-1]
+
+    def until(self, text: str) -> str:
+        """Reads on to the line that has this text in it."""
+        for line in self._read():
+            if text in line:
+                return line
+        raise AssertionError(f"{text!r} never came:\n{self.text}")
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self, code: int) -> str:
+        """Waits for the end, which must have this exit code; returns all lines."""
+        for _ in self._read():
+            pass
+        found = self.process.wait()
+        self._watchdog.cancel()
+        assert found == code, f"exit {found}\n{self.text}"
+        return self.text
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+def reports(workdir) -> dict[int, dict[str, float]]:
+    """What metrics.jsonl says of each step; a step that stands there twice is an error."""
+    found: dict[int, dict[str, float]] = {}
+    for line in (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        assert values["step"] not in found, f"step {values['step']} is reported twice"
+        found[values["step"]] = values
+    return found
+
+
+def learning(workdir) -> dict[int, dict[str, float]]:
+    """The part of the reports that follows from the options alone, not from the machine."""
+    return {
+        step: {k: v for k, v in values.items() if k.startswith(("learning/", "eval/loss"))}
+        for step, values in reports(workdir).items()
+    }
+
+
+def steps_on_disk(workdir) -> list[int]:
+    folder = pathlib.Path(workdir) / "checkpoints"
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
