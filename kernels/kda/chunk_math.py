@@ -128,20 +128,60 @@ def intra_backward(levels, q, k, beta, d_lower, d_scores, dtype):
     """Gradients through `intra`, from those of L and Aqk [..., C, C] (only entries j < i of d_lower
     and j <= i of d_scores count).
 
-    Returns d_q, what `beta k` gets as rows of L, and what k gets as columns of both, each [..., C,
-    K].
+    Returns d_q, what `beta k` gets as rows of L, what k gets as columns of both, and what the log
+    decay gets, each [..., C, K].
     """
     own = jnp.diagonal(d_scores, axis1=-2, axis2=-1)[..., None]
-    d_q, d_rows, d_columns = own * k, jnp.zeros_like(k), own * q
+    d_q, d_rows, d_columns, d_a = own * k, jnp.zeros_like(k), own * q, jnp.zeros_like(k)
     for level in levels:
         n = level.n
         rows, columns = level_operands(level, q, beta * k, k)
         d_both = jnp.concatenate([below_block(d_lower, n), below_block(d_scores, n)], axis=-2)
-        to_rows = dot(d_both, columns, "ab", dtype)
+        to_rows, to_columns = dot(d_both, columns, "ab", dtype), dot(d_both, rows, "aa", dtype)
+        shares = jnp.concatenate(
+            [
+                columns * to_columns,
+                rows[..., :n, :] * to_rows[..., :n, :] + rows[..., n:, :] * to_rows[..., n:, :],
+            ],
+            axis=-2,
+        )
+        d_a += _sum_straddling(shares, n).reshape(q.shape)
         d_rows += _second(to_rows[..., :n, :] * level.prefix, q.shape)
         d_q += _second(to_rows[..., n:, :] * level.prefix, q.shape)
-        d_columns += _first(dot(d_both, rows, "aa", dtype) * level.suffix, q.shape)
-    return d_q, d_rows, d_columns
+        d_columns += _first(to_columns * level.suffix, q.shape)
+    return d_q, d_rows, d_columns, d_a
+
+
+def _sum_straddling(shares, n: int):
+    """What the log decay of each token gets from pairs (j, i) of a block of 2n tokens, j < it <= i.
+
+    shares [..., 2n, K]: of the first half, the sum over pairs of each j; of the second half, of each
+    i. A second-half token is straddled by the pairs whose i is not before it, a first-half token
+    by those whose j is before it. Only pairs that count are added, never subtracted: under strong
+    decay the result is far smaller than what a running sum of all pairs would cancel.
+    """
+    t = jnp.arange(2 * n)
+    token, pair = t[:, None], t[None]
+    second = (token >= n) & (pair >= token)
+    first = (pair < n) & (pair < token) & (token < n)
+    return _apply(first | second, shares)
+
+
+def later(x: jax.Array) -> jax.Array:
+    """Sum over this token and those after it, [..., C, K]."""
+    t = jnp.arange(x.shape[-2])
+    return _apply(t[None] >= t[:, None], x)
+
+
+def earlier(x: jax.Array) -> jax.Array:
+    """Sum over the tokens before each one, [..., C, K]."""
+    t = jnp.arange(x.shape[-2])
+    return _apply(t[None] < t[:, None], x)
+
+
+def _apply(matrix: jax.Array, x: jax.Array) -> jax.Array:
+    matrix = jnp.broadcast_to(matrix.astype(x.dtype), (*x.shape[:-2], *matrix.shape))
+    return dot(matrix, x, "ab")
 
 
 def _second(x: jax.Array, shape) -> jax.Array:

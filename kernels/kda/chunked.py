@@ -1,7 +1,7 @@
 """Backend "chunked": the chunked form in plain jnp, for CPU, GPU, and to bisect with.
 
-One step of the walk takes a few tiles of a few chains (`layout`), does what needs no state for all of
-them at once as batched matrix products, passes the state from tile to tile, and finishes; so the
+One step of the walk takes a few tiles of a few chains (`layout`), does what needs no state for all
+of them at once as batched matrix products, passes the state from tile to tile, and finishes; so the
 memory beside inputs and outputs is one state a step and chain. The backward is the same walk
 reversed. Letters are those of `chunk_math`, and with S a tile's entry state, P and F the decay
 products from its start and to its end, and G their product over the whole tile:
@@ -10,8 +10,8 @@ products from its start and to its end, and G their product over the whole tile:
     o = (q P) S + Aqk vn + O       S' = G S + kg^T vn + Z
 
 X, O, Z is what given start states add (`states`). float32 inputs run in float32 throughout; with
-bfloat16 inputs the operands of the matrix products are rounded to bfloat16, except for the inverse A;
-accumulation, gates, decay products and states are float32.
+bfloat16 inputs the operands of the matrix products are rounded to bfloat16, except for the inverse
+A; accumulation, gates, decay products and states are float32.
 """
 
 import functools
@@ -431,7 +431,8 @@ def _rebuild(kept: Kept, tokens, here: Here, starts, dtype, group, n):
 def _back_through_tiles(d_state, tokens: Tokens, local: Local, d_vn, d_S, dtype):
     """Through a step's tiles in reverse, from the parts of d_vn and d_S that need no state.
 
-    Returns (gradient of the entry state [G, K, V], d_vn, gradients of the exit states [G, M, K, V]).
+    Returns (gradient of the entry state [G, K, V], d_vn, gradients of the exit states [G, M, K,
+    V]).
     """
     kg, G = tokens.k * local.F, local.P[..., -1, :, None]
     tiles = kg.shape[1]
@@ -454,29 +455,21 @@ def _chunk_gradients(tokens: Tokens, here: Here, local: Local, S, vn, d_o, d_vn,
     d_rhs = dot(local.A, d_vn, "aa", dtype)
     both = jnp.concatenate([d_o, d_rhs], -2)
     d_state_rows, d_scores = dot(both, S, "bb", dtype), dot(both, vn, "bb", dtype)
-    d_q, d_rows, d_columns = cm.intra_backward(
+    d_q, d_rows, d_columns, d_a = cm.intra_backward(
         local.levels, q, k, beta, -d_scores[..., CHUNK:, :], d_scores[..., :CHUNK, :], dtype
     )
-    d_q += d_state_rows[..., :CHUNK, :] * P
-    d_rows -= d_state_rows[..., CHUNK:, :] * P
+    d_q_state = d_state_rows[..., :CHUNK, :] * P
+    d_rows_state = -d_state_rows[..., CHUNK:, :] * P
     d_stored = dot(vn, d_next, "bb", dtype) * F
+    d_q += d_q_state
+    d_rows += d_rows_state
     d_columns += d_stored
     d_beta = jnp.sum(d_rhs * here.v, -1, keepdims=True) + jnp.sum(d_rows * k, -1, keepdims=True)
-    d_rows *= beta
-    d_g = q * d_q + k * (d_rows - d_columns)
-    d_end = jnp.sum(k * d_stored, -2) + P[..., -1, :] * jnp.sum(S * d_next, -1)
-    d_a = _sum_of_later(here.tiles, d_g, d_end)
-    return Tokens(d_q, d_rows + d_columns, d_beta, d_a), beta * d_rhs, d_rhs
-
-
-def _sum_of_later(tiles: Tiles, d_g, d_end):
-    """Gradient of the log decay, from that of its running sums g: a sum from each token to its
-    segment's last in the tile. Not summing further keeps segments apart bit for bit."""
-    started = tiles.started
-    same = started == jnp.swapaxes(started, -1, -2)
-    later = jnp.triu(same.astype(jnp.float32))
-    d_a = dot(later, d_g, "ab") + jnp.where(started == started[..., -1:, :], d_end[..., None, :], 0)
-    return jnp.where(tiles.first, 0, d_a)
+    # A token's decay acts on what the entry state gives to it and later tokens, on what earlier
+    # tokens give to the exit state, and on what the entry state gives to the exit state.
+    d_a += cm.later(q * d_q_state + beta * k * d_rows_state) + cm.earlier(k * d_stored)
+    d_a += (P[..., -1, :] * jnp.sum(S * d_next, -1))[..., None, :]
+    return Tokens(d_q, beta * d_rows + d_columns, d_beta, d_a), beta * d_rhs, d_rhs
 
 
 def _through_starts(

@@ -3,7 +3,8 @@
 A chain is one head of one row; a tile is C = 64 tokens of a chain. Chains are dealt into groups and
 tiles into steps, so that what one step computes stays in the processor's cache:
 
-    token arrays [B, H, T, ...] -> [J, G, N, M, C, ...]   J chain groups of G chains, N steps of M tiles
+    token arrays [B, H, T, ...] -> [J, G, N, M, C, ...]   J chain groups of G chains, N steps of M
+    tiles
 
 which for full tiles is a reshape, not a copy. One step works on [G, M, C, ...].
 """
@@ -58,14 +59,19 @@ def collect(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def at_step(x: jax.Array, group, step) -> jax.Array:
     """[J, G, N, ...] -> [G, ...]."""
-    start = (group, 0, step, *(0,) * (x.ndim - 3))
-    return jax.lax.dynamic_slice(x, start, (1, x.shape[1], 1, *x.shape[3:]))[0, :, 0]
+    sizes = (1, x.shape[1], 1, *x.shape[3:])
+    return jax.lax.dynamic_slice(x, _start(x, group, step), sizes)[0, :, 0]
 
 
 def put_step(x: jax.Array, value: jax.Array, group, step) -> jax.Array:
     """x [J, G, N, ...] with value [G, ...] at (group, step), in x's dtype."""
-    start = (group, 0, step, *(0,) * (x.ndim - 3))
-    return jax.lax.dynamic_update_slice(x, value[None, :, None].astype(x.dtype), start)
+    value = value[None, :, None].astype(x.dtype)
+    return jax.lax.dynamic_update_slice(x, value, _start(x, group, step))
+
+
+def _start(x: jax.Array, group, step) -> tuple:
+    first = (group, 0, step, *(0,) * (x.ndim - 3))
+    return tuple(jnp.asarray(i, jnp.int32) for i in first)
 
 
 class Tiles(NamedTuple):

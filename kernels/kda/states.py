@@ -7,8 +7,8 @@ its own decay factors up to a token (its first token's included): (beta k P) S0 
 rule subtracts in the tile it starts in, (q P) S0 to the output there, and P S0 to the tile's exit
 state if it reaches it. Later tiles see nothing special.
 
-A slot of `initial_state`, and a returned segment state, concern one tile of a chain: those tiles are
-gathered ("events"), and the walk adds or reads them where it passes. `start_state` may concern any
+A slot of `initial_state`, and a returned segment state, concern one tile of a chain: those tiles
+are gathered ("events"), and the walk adds or reads them where it passes. `start_state` may concern any
 number of tiles: `shared_start` handles all tiles of a step.
 
 Arrays of events are [Q, n, ...] with Q = J G chains and n slots or segments.
