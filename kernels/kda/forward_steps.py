@@ -12,7 +12,7 @@ from kernels.kda import pair_tiles as tiles
 from kernels.kda.pair_tiles import C
 from kernels.kda.plan import Plan, Ref, Tile
 
-LOCKSTEP = 8  # units whose scores are computed side by side
+LOCKSTEP = 4  # units whose scores are computed side by side; more only spill
 
 
 def whole_step(plan: Plan, ops, outs, s: dict[str, Any], g, j, slot) -> None:

@@ -212,9 +212,10 @@ def forward_operands(plan: Plan, inputs: Inputs, segments: Segments) -> Operands
         gate=gate_rows(plan, inputs),
         starts=start_states(plan, inputs),
         pieces=tile_pieces(plan, segments) if plan.pieces else None,
-        coords=None if plan.line is None else coordinates(plan.line),
+        coords=None,
     )
-    return vary(operands, varying_axes(operands))
+    operands = vary(operands, varying_axes(operands))
+    return operands if plan.line is None else operands._replace(coords=coordinates(plan.line))
 
 
 # --- states out -----------------------------------------------------------------------------------

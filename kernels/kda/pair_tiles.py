@@ -287,48 +287,103 @@ def _place(found: Array, n: int, table: Array, qk: list[Array], kk: list[Array])
 
 
 # --- inverse ------------------------------------------------------------------------------------
+#
+# Blocks of n tokens on the diagonal of [C, 2C] are kept packed, [n, 2C]: row i of lane (head, j) is
+# row i of the block that token j lies in. So a product of block-diagonal matrices takes n rows of
+# the left operand, not C. What remains is the loading of right operands into the MXU, which two
+# units share (`_products`).
 
 
 def inverses(lowers: Sequence[Array], table: Array, dtype) -> list[Array]:
     """(I + L)^-1 for strictly lower L [C, 2C] float32 (two heads on lanes); float32 result.
 
-    Blocks of 8 by the Neumann series (exact there: L^8 = 0), then doubling X <- X - X L_n X. In
-    bfloat16 one step X <- X + X (I - (I + L) X) follows, its residual formed with L in two parts.
+    Blocks of 8 by the Neumann series (exact there: L^8 = 0), then doubling: the inverse of
+    [[P, 0], [L, R]] has the block -R^-1 L P^-1. In bfloat16 one step X <- X + X (I - (I + L) X)
+    follows, its residual formed with L in two parts.
     """
-    eye = jnp.where(table == 0, 1.0, 0.0)
-    small = (table >= 1) & (table < 8)
-    n1 = [jnp.where(small, -low, 0.0).astype(dtype) for low in lowers]
-    n2 = _narrow(n1, n1)
-    n2d = [x.astype(dtype) for x in n2]
-    n3 = _narrow(n1, n2d)
-    n4 = _narrow(n2d, n2d)
-    first = [eye + a.astype(jnp.float32) + b + c for a, b, c in zip(n1, n2, n3)]
-    rest = _narrow([x.astype(dtype) for x in first], [x.astype(dtype) for x in n4])
-    xs = [a + b for a, b in zip(first, rest)]
+    xs = _small_inverses([-_diagonal_blocks(low, 8) for low in lowers], dtype)
     for n in (8, 16, 32):
-        off = [jnp.where(table == n, low, 0.0).astype(dtype) for low in lowers]
-        xd = [x.astype(dtype) for x in xs]
-        right = _narrow(off, xd)
-        change = _narrow(xd, [r.astype(dtype) for r in right])
-        xs = [x - c for x, c in zip(xs, change)]
+        off = [_off_blocks(low, n) for low in lowers]
+        lx = _products(off, [_spread(x, n, dtype) for x in xs], dtype)
+        odd = _block_of_lane(n) & 1 == 1
+        seconds = [jnp.where(odd, x, 0.0) for x in xs]
+        found = _products(seconds, [_spread(y, n, dtype, ahead=1) for y in lx], dtype)
+        xs = [
+            jnp.concatenate([jnp.where(odd, 0.0, x), jnp.where(odd, x, -y)], axis=0)
+            for x, y in zip(xs, found)
+        ]
     if dtype == jnp.float32:
         return xs
-    return _refine(lowers, xs, eye)
+    return _refine(lowers, xs, jnp.where(table == 0, 1.0, 0.0))
 
 
-def _narrow(lefts: Sequence[Array], rights: Sequence[Array]) -> list[Array]:
-    """Products of matrices between tokens [C, 2C], head by head."""
-    return [dot(x, stack_narrow(y)) for x, y in zip(lefts, rights)]
+def _small_inverses(minus: Sequence[Array], dtype) -> list[Array]:
+    """(I - N)^-1 = (I + N + N^2 + N^3)(I + N^4) of packed blocks N [8, 2C]."""
+    n2 = _products(minus, [_spread(x, 8, dtype) for x in minus], dtype)
+    right = [_spread(x, 8, dtype) for x in n2]
+    both = _products([jnp.concatenate(x, axis=0) for x in zip(minus, n2)], right, dtype)
+    row = jax.lax.broadcasted_iota(jnp.int32, (8, 2 * C), 0)
+    eye = jnp.where(row == (jax.lax.broadcasted_iota(jnp.int32, (8, 2 * C), 1) & 7), 1.0, 0.0)
+    first = [eye + a + b + c[:8] for a, b, c in zip(minus, n2, both)]
+    rest = _products(first, [_spread(c[8:], 8, dtype) for c in both], dtype)
+    return [a + b for a, b in zip(first, rest)]
+
+
+def _block_of_lane(n: int) -> Array:
+    """[1, 2C] int32: which block of n tokens, counted over both heads, a lane's token lies in."""
+    return jax.lax.broadcasted_iota(jnp.int32, (1, 2 * C), 1) // n
+
+
+def _diagonal_blocks(x: Array, n: int) -> Array:
+    """[C, 2C] -> packed blocks on the diagonal [n, 2C]."""
+    block = _block_of_lane(n) & (C // n - 1)
+    packed = x[:n]
+    for b in range(1, C // n):
+        packed = jnp.where(block == b, x[b * n : (b + 1) * n], packed)
+    return packed
+
+
+def _off_blocks(x: Array, n: int) -> Array:
+    """[C, 2C] -> packed [n, 2C]: at tokens of even blocks the block below the diagonal one, else
+    0."""
+    block = _block_of_lane(n) & (C // n - 1)
+    packed = jnp.zeros_like(x[:n])
+    for b in range(0, C // n, 2):
+        packed = jnp.where(block == b, x[(b + 1) * n : (b + 2) * n], packed)
+    return packed
+
+
+def _spread(packed: Array, n: int, dtype, ahead: int = 0) -> Array:
+    """Packed [n, 2C] -> right operand [2C, 2C]: the blocks at block (b + ahead, b), 0 elsewhere."""
+    block = _block_of_lane(n)
+    zero = jnp.zeros_like(packed)
+    rows = [
+        jnp.where(block == b - ahead, packed, zero) if b >= ahead else zero
+        for b in range(2 * C // n)
+    ]
+    return jnp.concatenate(rows, axis=0).astype(dtype)
+
+
+def _products(lefts: Sequence[Array], rights: Sequence[Array], dtype) -> list[Array]:
+    """lefts[u] [R, D] @ rights[u] [D, 2C], two units a product: their right operands side by side
+    on lanes, the left ones above each other; of the four results two are used."""
+    out = []
+    for u in range(0, len(lefts) - 1, 2):
+        left = jnp.concatenate(lefts[u : u + 2], axis=0).astype(dtype)
+        both = dot(left, jnp.concatenate(rights[u : u + 2], axis=1))
+        rows = lefts[u].shape[0]
+        out += [both[:rows, : 2 * C], both[rows:, 2 * C :]]
+    return out + [dot(x.astype(dtype), y) for x, y in zip(lefts[len(out) :], rights[len(out) :])]
 
 
 def _refine(lowers: Sequence[Array], xs: Sequence[Array], eye: Array) -> list[Array]:
     rounded = [x.astype(jnp.bfloat16) for x in xs]
     stacked = [stack_narrow(x) for x in rounded]
     lefts = [jnp.concatenate(split(low, 2), axis=1) for low in lowers]
-    lx = [dot(low, jnp.concatenate([x, x], axis=0)) for low, x in zip(lefts, stacked)]
+    lx = _products(lefts, [jnp.concatenate([x, x], axis=0) for x in stacked], jnp.bfloat16)
     whole = [x.astype(jnp.float32) for x in rounded]
     error = [(eye - x - y).astype(jnp.bfloat16) for x, y in zip(whole, lx)]
-    fix = _narrow(rounded, error)
+    fix = _products(rounded, [stack_narrow(x) for x in error], jnp.bfloat16)
     return [x + f for x, f in zip(whole, fix)]
 
 

@@ -76,8 +76,11 @@ class Plan:
 
 
 def out_struct(operands, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-    """Shape of a kernel's output, typed as varying over the mesh axes its operands vary over."""
-    kind = jax.sharding.ManualAxisType(varying=varying_axes(operands))
+    """Shape of a kernel's output, typed as varying over the mesh axes its operands vary over.
+
+    Not over those of `coords`, which differs between all devices but does not change a result.
+    """
+    kind = jax.sharding.ManualAxisType(varying=varying_axes(operands._replace(coords=None)))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
 
 
