@@ -129,26 +129,29 @@ class Tile:
         return jnp.concatenate(halves, axis=1)
 
     def query(self, c: int, p: int) -> jax.Array:
-        q = self._normalized("q", c, p)
-        return q * self.of_rows("valid", c, p, self._plan.keys)
+        return self.normalized("q", c, p)[0] * self.of_rows("valid", c, p, self._plan.keys)
 
     def key(self, c: int, p: int) -> jax.Array:
-        return self._normalized("k", c, p)
+        return self.normalized("k", c, p)[0]
 
-    def _normalized(self, name: str, c: int, p: int) -> jax.Array:
+    def normalized(self, name: str, c: int, p: int) -> tuple[jax.Array, jax.Array | None]:
+        """q or k in float32, and with l2norm, which is then applied, the reciprocal norms."""
         x = self.heads(name, c, p).astype(jnp.float32)
-        return tiles.l2norm(x)[0] if self._plan.problem.l2norm else x
+        return tiles.l2norm(x) if self._plan.problem.l2norm else (x, None)
+
+    def gate_rows(self, p: int) -> tuple[jax.Array, jax.Array]:
+        """(exp(a_log), dt_bias) [1, 2K] of a pair."""
+        return tuple(
+            jnp.concatenate([self._gate[i, self._g, h : h + 1] for h in (2 * p, 2 * p + 1)], axis=1)
+            for i in (0, 1)
+        )
 
     def raw_decay(self, c: int, p: int) -> jax.Array:
         """Log decay before padding and segments: as given, or by its gate in float32."""
         x, problem = self.heads("decay", c, p), self._plan.problem
         if problem.gate is Gate.GIVEN:
             return x
-        gate = self._gate
-        rate, bias = (
-            jnp.concatenate([gate[i, self._g, h : h + 1] for h in (2 * p, 2 * p + 1)], axis=1)
-            for i in (0, 1)
-        )
+        rate, bias = self.gate_rows(p)
         x = x.astype(jnp.float32)
         if problem.gate is Gate.SOFTPLUS:
             return tiles.softplus_gate(x, rate, bias)

@@ -1,0 +1,113 @@
+"""The TPU backend's forward: sizes of its kernel, operands from `Inputs`, results back. The layout
+is mosaic_layout.py."""
+
+import jax.numpy as jnp
+
+from kernels.kda import forward as forward_kernel
+from kernels.kda.exchange import coordinates, line_of
+from kernels.kda.forward import Operands
+from kernels.kda.mosaic_layout import (
+    LANES,
+    beta_rows,
+    flat_heads,
+    gate_rows,
+    guarded_beta,
+    largest_divisor,
+    last_rank,
+    round_up,
+    rows_states,
+    start_states,
+    tile_pieces,
+    token_columns,
+    vmem_bytes,
+)
+from kernels.kda.pair_tiles import C
+from kernels.kda.plan import Plan
+from kernels.kda.problem import FinalState, Inputs, Problem
+from kernels.kda.vma import vary, varying_axes
+from kernels.segments import Segments
+
+UNITS = 16  # head pairs x chunks in lockstep: enough to hide a product's latency, see NOTES.md
+WAVE = 4  # head pairs in lockstep where states pass between ranks: a message is theirs
+
+
+def forward(problem: Problem, inputs: Inputs, segments: Segments):
+    """See problem.py. Residuals: (operands, outputs) of the kernel that the backward reads."""
+    plan = plan_forward(problem, inputs)
+    operands = forward_operands(plan, inputs, segments)
+    outputs = forward_kernel.run(plan, operands)
+    rows, heads, length, _ = inputs.q.shape
+    values = inputs.v.shape[-1]
+    out = outputs.out[: rows * heads].reshape(rows, heads, length, -1)[..., :values]
+    final = _final(plan, inputs, segments, operands, outputs)
+    residuals = (outputs.states, outputs.a, outputs.aqk, outputs.vn)
+    return out, final, residuals
+
+
+def plan_forward(problem: Problem, inputs: Inputs) -> Plan:
+    rows, heads, length, keys = inputs.q.shape
+    total = round_up(rows * heads, 2)
+    slots = 0 if inputs.initial_state is None else inputs.initial_state.shape[1]
+    pieces = slots > 1 or inputs.start_state is not None
+    pieces |= problem.final_state is FinalState.ALL
+    line = None if problem.axis_name is None else line_of(problem.axis_name)
+    most = WAVE if pieces and line is not None else UNITS
+    group = largest_divisor(total // 2, most)
+    chunks = largest_divisor(length // C, max(most // group, 1))
+    waves = line is not None and not pieces
+    return Plan(
+        problem=problem,
+        heads=total,
+        heads_a_row=heads,
+        tokens=length,
+        keys=round_up(keys, LANES),
+        values=round_up(inputs.v.shape[-1], LANES),
+        dtype=inputs.q.dtype,
+        decay_dtype=inputs.decay.dtype,
+        group=group,
+        chunks=chunks,
+        slots=slots + 1 if pieces else slots,
+        pieces=pieces,
+        line=line,
+        vmem_limit=vmem_bytes() * 7 // 8,
+        wave=largest_divisor(group, WAVE) if waves else 0,
+        wave_chunks=largest_divisor(length // C, 4) if waves else 1,
+    )
+
+
+def forward_operands(plan: Plan, inputs: Inputs, segments: Segments) -> Operands:
+    beta = guarded_beta(inputs, segments)
+    operands = Operands(
+        q=flat_heads(inputs.q, plan.keys),
+        k=flat_heads(inputs.k, plan.keys),
+        v=flat_heads(inputs.v, plan.values),
+        decay=flat_heads(inputs.decay, plan.keys),
+        rows=beta_rows(plan, beta),
+        columns=token_columns(plan, beta, segments),
+        gate=gate_rows(plan, inputs),
+        starts=start_states(plan, inputs),
+        pieces=tile_pieces(plan, segments) if plan.pieces else None,
+        coords=None,
+    )
+    operands = vary(operands, varying_axes(operands))
+    return operands if plan.line is None else operands._replace(coords=coordinates(plan.line))
+
+
+def _final(plan: Plan, inputs: Inputs, segments: Segments, operands, outputs):
+    """This rank's part of the returned states: what ends here, 0 elsewhere. The row's last segment
+    ends at the row's end, on the last rank, which also returns the states of segments without
+    tokens; any other one ends where the next one starts."""
+    if outputs.exit is None:
+        return None
+    last = jnp.where(last_rank(plan), rows_states(plan, outputs.exit[:, None], inputs), 0.0)
+    if outputs.finals is None:
+        return last[:, 0]
+    finals = rows_states(plan, outputs.finals, inputs)
+    m = jnp.arange(plan.problem.max_segments)
+    starts = rows_states(plan, operands.starts, inputs)[:, jnp.minimum(m, plan.slots - 1)]
+    started = jnp.sum(segments.first, axis=1, keepdims=True)
+    inner = (m + 1 >= segments.before) & (m + 1 < segments.before + started)
+    wide = lambda mask: mask[..., None, None, None]  # noqa: E731
+    out = jnp.where(wide(inner), finals, 0.0)
+    out = jnp.where(wide(m == segments.count - 1), last, out)
+    return jnp.where(wide((m >= segments.count) & last_rank(plan)), starts, out)
