@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.kda import backward_tiles, pair_tiles
-from kernels.kda.backward_tiles import Unit
+from kernels.kda.backward_tiles import Unit, make_unit
 from kernels.kda.exchange import Relay, relay_scratch
 from kernels.kda.pair_tiles import C
 from kernels.kda.plan import Plan, Ref, Tile, out_struct
@@ -40,6 +40,7 @@ from kernels.kda.streams import Loads, Stores, divided
 
 F32 = jnp.float32
 BACKWARD_BARRIER = 12  # the barrier semaphore of this kernel
+BLOCK = 4  # pairs whose factors are made together, see NOTES.md
 LAG = 2  # steps by which a pair's local stage follows the pair before it, see NOTES.md
 
 
@@ -159,7 +160,7 @@ def _scratch(plan: Plan, operands: Operands) -> dict[str, Any]:
         "dr": two(h, C, v),
         "carry": pltpu.VMEM((h, v, k), F32),
         "beta_sums": pltpu.VMEM((C, max(128, h)), F32),
-        "level": pltpu.VMEM((C, 2 * C), jnp.int32),
+        "level": pltpu.VMEM((C, 2 * C), dtype),
         "straddle": pltpu.VMEM((C, 8 * C), dtype),
         "sums": pltpu.VMEM((3 * C, parts * C), jnp.bfloat16),
         "loaded": pltpu.SemaphoreType.DMA((2,)),
@@ -197,7 +198,7 @@ class _Kernel:
             self.relay = Relay(plan.line, ops.coords, -1, plan.groups, s["relay"])
 
     def run(self) -> None:
-        self.s["level"][...] = backward_tiles.signed_level_table()
+        self.s["level"][...] = backward_tiles.signed_level_table().astype(self.plan.dtype)
         self.s["straddle"][...] = backward_tiles.straddle_table().astype(self.plan.dtype)
         self.s["sums"][...] = pair_tiles.sum_table(1 if self.plan.one_part else 3)
         ops, outs = self.ops, self.outs
@@ -385,22 +386,27 @@ class _Kernel:
         backward_tiles.interleave(walks, LAG)
 
     def _units(self, tile: Tile, piece) -> list[Unit]:
-        plan = self.plan
-        if piece is None:
-            decays = [tile.decay(0, p) for p in self.pairs]
-        else:
-            decays = [tile.decay_of_piece(0, p, piece.index) for p in self.pairs]
-        ladders = pair_tiles.decay_ladders(decays, self.s["sums"][...])
+        """The group's units, some pairs at a time: their float32 factors would only spill."""
         units = []
-        for p in self.pairs:
-            d_out = tile.heads("d_out", 0, p).astype(F32) * plan.problem.scale
-            valid = tile.of_rows("valid", 0, p, plan.values) > 0
-            d_out = jnp.where(valid, d_out, 0.0)
-            q, k = (self._normalized(tile, name, p)[0] for name in ("q", "k"))
-            if piece is not None:
-                d_out, k = self._kept(tile, d_out, p, piece), self._kept(tile, k, p, piece)
-            units.append(Unit(q, k, d_out.astype(plan.dtype), ladders[p]))
+        for first in range(0, self.plan.group, BLOCK):
+            pairs = self.pairs[first : first + BLOCK]
+            if piece is None:
+                decays = [tile.decay(0, p) for p in pairs]
+            else:
+                decays = [tile.decay_of_piece(0, p, piece.index) for p in pairs]
+            ladders = pair_tiles.decay_ladders(decays, self.s["sums"][...])
+            units += [self._unit(tile, p, x, piece) for p, x in zip(pairs, ladders)]
         return units
+
+    def _unit(self, tile: Tile, p: int, ladder, piece) -> Unit:
+        plan = self.plan
+        d_out = tile.heads("d_out", 0, p).astype(F32) * plan.problem.scale
+        valid = tile.of_rows("valid", 0, p, plan.values) > 0
+        d_out = jnp.where(valid, d_out, 0.0)
+        q, k = (self._normalized(tile, name, p)[0] for name in ("q", "k"))
+        if piece is not None:
+            d_out, k = self._kept(tile, d_out, p, piece), self._kept(tile, k, p, piece)
+        return make_unit(q, k, d_out.astype(plan.dtype), ladder)
 
     def _normalized(self, tile: Tile, name: str, p: int):
         """q or k in float32, and the reciprocal norms of its rows or None."""

@@ -43,35 +43,49 @@ F32 = jnp.float32
 
 @dataclass
 class Unit:
-    """One chunk of one pair of heads. Compute dtype unless said.
+    """One chunk of one pair of heads, in the compute dtype unless said.
 
-    q, k: [C, 2K] float32, after l2norm where asked. d_out: [C, 2V], times scale, 0 at padding.
-    a: A diag(beta), aqk: unscaled scores [C, 2C]. d_state: cotangent of the exit state, transposed
-    [V, 2K].
+    Factors of decay: levels n -> E_n (P_n in odd blocks of n tokens, Q_n in even ones), prefix:
+    exp(g), suffix: exp(G - g), all [C, 2K]; total: exp(G) [1, 2K] float32.
     """
 
-    q: Array
-    k: Array
-    d_out: Array
-    ladder: Ladder
-    a: Array | None = None
-    aqk: Array | None = None
-    d_state: Array | None = None
+    q: Array  # [C, 2K], after l2norm where asked
+    k: Array  # [C, 2K]
+    d_out: Array  # [C, 2V], times scale, 0 at padding
+    levels: dict[int, Array]
+    prefix: Array
+    suffix: Array
+    total: Array
+    a: Array | None = None  # A diag(beta) [C, 2C]
+    aqk: Array | None = None  # unscaled scores [C, 2C]
+    d_state: Array | None = None  # cotangent of the exit state, transposed [V, 2K]
     v: Array | None = None  # [C, 2V]
-    state: Array | None = None  # entry state [V, 2K]
+    state: Array | None = None  # entry state, transposed [V, 2K]
     vn: Array | None = None  # [C, 2V]
     dr: Array | None = None  # [C, 2V]
 
 
 @dataclass
 class Gradients:
-    """Of one unit, float32: q, k, decay [C, 2K]; v [C, 2V]; beta: dr * vn [C, 2V]."""
+    """Of one unit, float32: q, k, decay [C, 2K]; beta: dr * vn [C, 2V], to be summed over V."""
 
     q: Array
     k: Array
-    v: Array
     decay: Array
     beta: Array
+
+
+def make_unit(q: Array, k: Array, d_out: Array, ladder: Ladder) -> Unit:
+    """A unit from q, k [C, 2K] and its ladder."""
+    dtype = d_out.dtype
+    levels = {n: x.astype(dtype) for n, x in ladder.early.items()}
+    for n, (odd, even) in ladder.later.items():
+        blocks = []
+        for s in range(0, C // 2, n):
+            blocks += [even[2 * s : 2 * s + n], odd[s : s + n]]
+        levels[n] = above(*blocks).astype(dtype)
+    prefix, suffix = ladder.prefix.astype(dtype), ladder.suffix.astype(dtype)
+    return Unit(q.astype(dtype), k.astype(dtype), d_out, levels, prefix, suffix, ladder.total)
 
 
 def above(*blocks: Array) -> Array:
@@ -113,11 +127,8 @@ def chain(units: Sequence[Unit]) -> tuple[list[Array], list[Array]]:
     dtype = units[0].d_out.dtype
     turned = [transpose_tokens(u.a.astype(F32), u.aqk.astype(F32)) for u in units]
     rights = [stack_heads(u.d_state.astype(dtype)) for u in units]
-    kg = [(u.k * u.ladder.suffix).astype(dtype) for u in units]
-    reads = [
-        above((u.q * u.ladder.prefix).astype(dtype), (u.k * u.ladder.prefix).astype(dtype))
-        for u in units
-    ]
+    kg = [u.k * u.suffix for u in units]
+    reads = [above(u.q * u.prefix, u.k * u.prefix) for u in units]
     dvn = [dot(t[1].astype(dtype), stack_heads(u.d_out)) for t, u in zip(turned, units)]
     dvn = [x + dot(g, r, (1, 1)) for x, g, r in zip(dvn, kg, rights)]
     dr = [dot(t[0].astype(dtype), stack_heads(x.astype(dtype))) for t, x in zip(turned, dvn)]
@@ -125,67 +136,64 @@ def chain(units: Sequence[Unit]) -> tuple[list[Array], list[Array]]:
         dot(turn_tokens(u.d_out.astype(F32), -x).astype(dtype), stack_heads(r))
         for u, x, r in zip(units, dr, reads)
     ]
-    return dr, [u.ladder.total * u.d_state + x for u, x in zip(units, grown)]
+    return dr, [u.total * u.d_state + x for u, x in zip(units, grown)]
 
 
 def rebuild_vn(units: Sequence[Unit]) -> list[Array]:
     """vn = A' (v - (k exp g) S) of each unit, in the compute dtype."""
     dtype = units[0].d_out.dtype
-    reads = [
-        dot((u.k * u.ladder.prefix).astype(dtype), stack_heads(u.state), (1, 1)) for u in units
-    ]
+    reads = [dot(u.k * u.prefix, stack_heads(u.state), (1, 1)) for u in units]
     rests = [(u.v.astype(F32) - r).astype(dtype) for u, r in zip(units, reads)]
     return [dot(u.a, stack_heads(r)).astype(dtype) for u, r in zip(units, rests)]
 
 
 # --- the local stage ------------------------------------------------------------------------------
 
+FULL = (1, 2, 4, 8)  # levels whose product has all rows: blocks of n rows are less than a bf16 tile
 
-def local(unit: Unit, levels: Array, straddle: Array) -> Generator[None, None, Gradients]:
+
+def local(unit: Unit, table: Array, straddle: Array) -> Generator[None, None, Gradients]:
     """Gradients of one unit; yields between dependent steps, for `interleave`.
 
-    levels: `signed_level_table()`; straddle: `straddle_table()` in the compute dtype.
+    table: `signed_level_table()`, straddle: `straddle_table()`, both in the compute dtype.
     """
-    u, dtype, lad = unit, unit.d_out.dtype, unit.ladder
+    u, dtype = unit, unit.d_out.dtype
     both = above(u.d_out, -u.dr)
     between = dot(both, stack_heads(u.vn), (1, 1))  # [(F | M) i, (head, j)]
     yield
     reads = dot(both, stack_heads(u.state))
-    at_exit = dot(u.vn, stack_heads(u.d_state))
+    exits = dot(u.vn, stack_heads(u.d_state))
     yield
-    scores = (between[:C], between[C:])
-    turned = transpose_tokens(*scores)
+    turned = [x.astype(dtype) for x in transpose_tokens(between[:C], between[C:])]
+    between = between.astype(dtype)
     yield
-    q, key = reads[:C] * lad.prefix, reads[C:] * lad.prefix
-    at_exit = at_exit * lad.suffix
-    terms = {"entry": u.q * q + u.k * key, "exit": u.k * at_exit}
-    through = u.state.astype(F32) * u.d_state.astype(F32)
-    through = lad.total * jnp.sum(through, axis=0, keepdims=True)
-    q, key = tiles8(q), tiles8(key + at_exit)
-    yield
-    found = []
+    through = u.total * _sum_rows(u.state * u.d_state)
+    rights = {n: (u.k * e, u.q * e) for n, e in u.levels.items()} | {0: (u.k, u.q)}
+    found = {}
     for n in (*reversed(LEVELS), 0):
-        left = _level_left(n, scores, turned, levels, dtype)
-        found.append((n, dot(left, _level_right(n, u, dtype))))
+        left = _level_left(n, between[:C], between[C:], *turned, table)
+        k, q = rights[n]
+        found[n] = dot(left, above(stack_heads(k), stack_heads(q)))
         yield
-    for n, x in found:
-        terms[n] = _add_level(n, tiles8(x), u, q, key)
+    parts = []
+    for rows in range(0, C, 16):
+        parts.append(_add_up(u, slice(rows, rows + 16), reads, exits, found, rights))
         yield
-    terms = [terms[n].astype(dtype) for n in (*LEVELS, "entry", "exit")]
-    decay = dot(straddle, above(*terms)) + through
+    q, k = (above(*[part[i] for part in parts]) for i in (0, 1))
+    terms = above(*[above(*[part[2][at] for part in parts]) for at in range(len(LEVELS) + 2)])
+    decay = dot(straddle, terms) + through
     yield
-    dr = u.dr.astype(F32)
-    return Gradients(above(*q), above(*key), dr, decay, dr * u.vn.astype(F32))
+    return Gradients(q, k, decay, (u.dr * u.vn).astype(F32))
 
 
 def signed_level_table() -> Array:
-    """[C, 2C] int32, lanes (head, j): the level of (i, j), negative where j > i, 0 where i == j."""
+    """[C, 2C] float32, lanes (head, j): the level of (i, j), negative where j > i, 0 where i = j."""
     i = jax.lax.broadcasted_iota(jnp.int32, (C, 2 * C), 0)
     j = jax.lax.broadcasted_iota(jnp.int32, (C, 2 * C), 1) & (C - 1)
     level = jnp.zeros_like(i)
     for n in LEVELS:
         level = jnp.where((i ^ j) >= n, n, level)
-    return jnp.where(i > j, level, -level)
+    return jnp.where(i > j, level, -level).astype(F32)
 
 
 def straddle_table() -> Array:
@@ -205,72 +213,72 @@ def straddle_table() -> Array:
     return aside(*[jnp.where(part, 1.0, 0.0) for part in parts])
 
 
-def _blocks(n: int, odd: int) -> list[int]:
-    """Which tiles of 8 rows lie in odd or even blocks of n rows."""
-    return [t for t in range(C // 8) if (8 * t // n) % 2 == odd]
-
-
-def _level_left(n: int, scores, turned, levels: Array, dtype) -> Array:
+def _level_left(n: int, f: Array, m: Array, ft: Array, mt: Array, table: Array) -> Array:
     """The left operand of level n, rows for (dq; dk); n = 0 is the diagonal of F.
 
-    From 8 on it holds only the rows that take part: those of odd blocks of n for dq, then for dk,
-    and those of even blocks for dk.
+    Above `FULL` it holds only the rows that take part: those of odd blocks of n for dq, then for
+    dk, and those of even blocks for dk.
     """
+    zero = jnp.zeros((), f.dtype)
     if n == 0:
-        f = jnp.where(levels == 0, scores[0], 0.0).astype(dtype)
-        zero = jnp.zeros_like(f)
-        return above(aside(f, zero), aside(zero, f))
-    if n < 8:
-        down, up = levels == n, levels == -n
-        f = jnp.where(down, scores[0], 0.0).astype(dtype)
-        ft = jnp.where(up, turned[0], 0.0).astype(dtype)
-        m = jnp.where(down, scores[1], jnp.where(up, turned[1], 0.0)).astype(dtype)
+        f = jnp.where(table == 0, f, zero)
+        return above(aside(f, jnp.zeros_like(f)), aside(jnp.zeros_like(f), f))
+    if n in FULL:
+        down, up = table == n, table == -n
+        m = jnp.where(down, m, jnp.where(up, mt, zero))
+        f, ft = jnp.where(down, f, zero), jnp.where(up, ft, zero)
         return above(aside(f, jnp.zeros_like(f)), aside(m, ft))
-    down, up = rows_of(levels, n, 1) == n, rows_of(levels, n, 0) == -n
-    f, m = [jnp.where(down, rows_of(x, n, 1), 0.0).astype(dtype) for x in scores]
-    ft, mt = [jnp.where(up, rows_of(x, n, 0), 0.0).astype(dtype) for x in turned]
-    zero = jnp.zeros_like(f)
-    return above(aside(f, zero), aside(m, zero), aside(mt, ft))
+    down, up = rows_of(table, n, 1) == n, rows_of(table, n, 0) == -n
+    f, m = [jnp.where(down, rows_of(x, n, 1), zero) for x in (f, m)]
+    ft, mt = [jnp.where(up, rows_of(x, n, 0), zero) for x in (ft, mt)]
+    none = jnp.zeros_like(f)
+    return above(aside(f, none), aside(m, none), aside(mt, ft))
 
 
-def _factors(lad: Ladder, n: int) -> list[Array]:
-    """E_n in tiles of 8 rows: P_n in odd blocks of n rows, Q_n in even ones."""
-    if n < 8:
-        return tiles8(lad.early[n])
-    prefix, suffix = tiles8(lad.later[n][0]), tiles8(lad.later[n][1])
-    odd = _blocks(n, 1)
-    return [prefix[odd.index(t)] if t in odd else suffix[t] for t in range(C // 8)]
+def _level_rows(n: int, x: Array, rows: slice) -> tuple[Array | None, Array]:
+    """The rows for dq (None where there are none) and dk of some 16 tokens in a level's product."""
+    s = rows.start
+    if n == 0 or n in FULL:
+        return x[s : s + 16], x[C + s : C + s + 16]
+    odd, at = (s // n) % 2, s // (2 * n) * n + s % n
+    if not odd:
+        return None, x[C + at : C + at + 16]
+    return x[at : at + 16], x[C // 2 + at : C // 2 + at + 16]
 
 
-def _level_right(n: int, u: Unit, dtype) -> Array:
-    """[k E_n; q E_n], heads stacked [4C, 2K]."""
-    if n == 0:
-        return above(stack_heads(u.k.astype(dtype)), stack_heads(u.q.astype(dtype)))
-    e = above(*_factors(u.ladder, n))
-    return above(stack_heads((u.k * e).astype(dtype)), stack_heads((u.q * e).astype(dtype)))
+def _add_up(u: Unit, rows: slice, reads: Array, exits: Array, found: dict, rights: dict):
+    """Gradients of q and k of 16 tokens, and each level's terms of d decay (see `straddle_table`;
+    then the entry state's, then the exit state's), which all add up: nothing cancels."""
+    dtype = u.d_out.dtype
+    prefix, suffix = u.prefix[rows], u.suffix[rows]
+    read_q, read_k = reads[rows].astype(dtype), reads[C + rows.start : C + rows.stop].astype(dtype)
+    left = exits[rows].astype(dtype)
+    q_in, k_in = u.q[rows], u.k[rows]
+    q, k = prefix * read_q, prefix * read_k + suffix * left
+    terms = []
+    for n in LEVELS:
+        part_q, part_k = _level_rows(n, found[n], rows)
+        e, (right_k, right_q) = u.levels[n][rows], rights[n]
+        part_k = part_k.astype(dtype)
+        k += e * part_k
+        term = right_k[rows] * part_k
+        if part_q is not None:
+            part_q = part_q.astype(dtype)
+            q += e * part_q
+            term += right_q[rows] * part_q
+        terms.append(term)
+    part_q, part_k = _level_rows(0, found[0], rows)
+    terms.append((q_in * prefix) * read_q + (k_in * prefix) * read_k)
+    terms.append((k_in * suffix) * left)
+    return q + part_q.astype(dtype), k + part_k.astype(dtype), terms
 
 
-def _add_level(n: int, found: list[Array], u: Unit, q: list[Array], key: list[Array]):
-    """Add a level's product to the gradients of q and k, in tiles of 8 rows. Returns its terms of
-    d decay, one for each token [C, 2K]: all of one sign in `straddle_table`, nothing cancels."""
-    if n == 0:
-        for t in range(C // 8):
-            q[t] += found[t]
-            key[t] += found[C // 8 + t]
-        return None
-    e, q_in, k_in = _factors(u.ladder, n), tiles8(u.q), tiles8(u.k)
-    odd = _blocks(n, 1) if n >= 8 else list(range(C // 8))
-    order = odd + _blocks(n, 0) if n >= 8 else odd
-    terms = [jnp.zeros_like(e[0])] * (C // 8)
-    for at, t in enumerate(order):
-        part = e[t] * found[len(odd) + at]
-        key[t] += part
-        terms[t] = k_in[t] * part
-    for at, t in enumerate(odd):
-        part = e[t] * found[at]
-        q[t] += part
-        terms[t] += q_in[t] * part
-    return above(*terms)
+def _sum_rows(x: Array) -> Array:
+    """[R, D] -> [1, D] float32, R a power of two: halves first, in x's dtype."""
+    while x.shape[0] > 16:
+        half = x.shape[0] // 2
+        x = x[:half] + x[half:]
+    return jnp.sum(x.astype(F32), axis=0, keepdims=True)
 
 
 # --- inputs ---------------------------------------------------------------------------------------
