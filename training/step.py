@@ -65,7 +65,7 @@ def make_train_step(
         done = state._replace(
             params=optax.apply_updates(state.params, updates), opt_state=opt_state, carry=carry
         )
-        loss, norm = nll / total, optax.global_norm(grads)
+        loss, norm = nll / total, optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(z) & jnp.isfinite(norm)
         applied = finite & ~_is_spike(options, state, loss)
         if options.may_skip:

@@ -1,0 +1,138 @@
+"""The optimizer: schedules at their corners, a rule for every parameter, what each rule does."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.sharding import param_specs
+from tests.model_cases import MIXED, make_mesh, make_params
+from training.optimizer import OptimizerConfig, make_optimizer, make_schedule, rule_names
+from training.state import flatten, state_shapes
+
+OPTIONS = OptimizerConfig(
+    name="adamw",
+    learning_rate=0.1,
+    schedule="cosine",
+    schedule_steps=100,
+    warmup_steps=10,
+    decay_steps=20,
+    final_fraction=0.1,
+    clip_norm=1.0,
+    weight_decay=0.5,
+    b1=0.9,
+    b2=0.95,
+    eps=1e-8,
+    muon_momentum=0.95,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "points"),
+    [
+        ({}, {0: 0.0, 5: 0.05, 10: 0.1, 55: 0.055, 100: 0.01, 5000: 0.01}),
+        ({"warmup_steps": 0}, {0: 0.1, 50: 0.055, 100: 0.01}),
+        ({"schedule": "wsd"}, {0: 0.0, 5: 0.05, 10: 0.1, 80: 0.1, 90: 0.055, 100: 0.01, 999: 0.01}),
+        ({"schedule": "wsd", "warmup_steps": 0}, {0: 0.1, 80: 0.1, 90: 0.055}),
+        ({"schedule": "wsd", "decay_steps": 90}, {10: 0.1, 55: 0.055, 100: 0.01}),
+    ],
+)
+def test_schedules(changes, points):
+    schedule = make_schedule(dataclasses.replace(OPTIONS, **changes))
+    found = {step: float(schedule(step)) for step in points}
+    assert found == pytest.approx(points, abs=1e-7)
+
+
+# What kind of parameter each name's end stands for, written down independently of the table.
+NO_DECAY = ("norm", "a_log", "dt_bias", "start_state")
+NEVER_MUON = (*NO_DECAY, "embedding", "head", "conv")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_parameter_has_the_rule_of_its_kind(optimizer):
+    names = flatten(rule_names(optimizer, MIXED))
+    params = flatten(make_params(MIXED))
+    assert names.keys() == params.keys()
+    for name, rule in names.items():
+        decays = not name.endswith(NO_DECAY)
+        muon = optimizer == "muon" and decays and not name.endswith(NEVER_MUON)
+        expected = "muon" if muon else "adamw" if decays else "adamw_no_decay"
+        assert rule == expected, f"{name}: {rule}"
+        assert not muon or params[name].ndim == 3, "Muon takes stacks of matrices"
+
+
+def updates(options: OptimizerConfig, gradients, params):
+    """The first update of each parameter, by name."""
+    optimizer = make_optimizer(options, MIXED)
+    state = optimizer.init(params)
+    change, _ = jax.jit(optimizer.update)(gradients, state, params)
+    return jax.device_get(flatten(change))
+
+
+@pytest.fixture(scope="module")
+def tree():
+    """(gradients, parameters); the gradient's global norm is far above 1."""
+    params = make_params(MIXED)
+    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(params))))
+    gradients = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), params)
+    return gradients, params
+
+
+def test_adamw_is_adams_first_step_and_decay_where_it_applies(tree):
+    """Bias-corrected, Adam's first step is the gradient's sign, however large the gradient."""
+    options = dataclasses.replace(OPTIONS, warmup_steps=0, eps=1e-15)
+    found, params = updates(options, *tree), jax.device_get(flatten(tree[1]))
+    for name, gradient in jax.device_get(flatten(tree[0])).items():
+        decay = 0.0 if name.endswith(NO_DECAY) else 0.5
+        expected = -0.1 * (np.sign(gradient) + decay * params[name])
+        np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_muon_orthogonalises_each_layers_matrix(tree):
+    """Each layer's update has singular values near 0.2 sqrt(max(in, out)), decay left out."""
+    options = dataclasses.replace(OPTIONS, name="muon", warmup_steps=0, weight_decay=0.0)
+    found = updates(options, *tree)
+    names = [n for n, rule in flatten(rule_names("muon", MIXED)).items() if rule == "muon"]
+    assert names
+    for name in names:
+        for layer in found[name]:
+            scale = 0.1 * 0.2 * np.sqrt(max(layer.shape))
+            values = np.linalg.svd(layer, compute_uv=False) / scale
+            # Five Newton-Schulz steps leave them between about 0.7 and 1.2; few are cut off small.
+            assert np.median(values) == pytest.approx(1.0, abs=0.35), name
+            assert values.max() < 1.4, name
+
+
+def test_gradients_are_clipped_by_their_global_norm(tree):
+    """A gradient 1e6 times larger gives the same update once it is clipped."""
+    gradients, params = tree
+    options = dataclasses.replace(OPTIONS, warmup_steps=0, eps=1e-3)
+    large = jax.tree.map(lambda g: 1e6 * g, gradients)
+    found, expected = updates(options, large, params), updates(options, gradients, params)
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-6)
+    small = jax.tree.map(lambda g: 1e-6 * g, gradients)
+    other = updates(options, small, params)["embedding"]
+    assert np.abs(other - expected["embedding"]).max() > 1e-3, "eps shows in small gradients"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_moments_lie_where_their_parameters_do(optimizer):
+    mesh = make_mesh(fsdp=2, tensor=2)
+    options = dataclasses.replace(OPTIONS, name=optimizer)
+    shapes = state_shapes(MIXED, mesh, make_optimizer(options, MIXED), 2, 4)
+    params = flatten(shapes.params)
+    moments = 0
+    for path, leaf in flatten(shapes.opt_state).items():
+        owners = [n for n in params if path.endswith("/" + n) and params[n].shape == leaf.shape]
+        if leaf.ndim and "ns_coeffs" not in path:  # Newton-Schulz's numbers, whole everywhere
+            assert len(owners) == 1, path
+            assert leaf.sharding == params[owners[0]].sharding, path
+            moments += 1
+    rules = jax.tree.leaves(rule_names(optimizer, MIXED))
+    assert moments == sum(1 if rule == "muon" else 2 for rule in rules)
+    assert len(rules) == len(jax.tree.leaves(param_specs(MIXED)))
+    assert any(s.sharding.spec != jax.P(*[None] * s.ndim) for s in params.values()), "all whole"
+    assert jnp.float32 == params["embedding"].dtype
