@@ -11,7 +11,7 @@ import pytest
 from model.config import ModelConfig
 from model.decoder import init_carry, plan_rows
 from model.kda_layer import kda_mixer
-from tests.model_cases import compiled, make_mesh, worst_error
+from tests.model_cases import compiled, fast_jit, make_mesh, worst_error
 from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
 
 CONFIG = ModelConfig(
@@ -102,7 +102,7 @@ def test_mixer_has_their_output_and_input_gradient(golden):
     params = jax.tree.map(lambda x: x[0], to_ours(golden, "w:")["blocks"][0]["mixer"])
     plan = plan_rows(jnp.ones((2, 70), jnp.int32), jnp.zeros(2, bool), mesh)
 
-    @jax.jit
+    @fast_jit
     def run(x):
         out, pull = jax.vjp(lambda x: kda_mixer(params, CONFIG, x, plan, {}, mesh)[0], x)
         return out, pull(jnp.asarray(golden["mixer_d_out"]))[0]
@@ -118,5 +118,5 @@ def test_comparison_sees_a_wrong_gate(golden):
     other = dataclasses.replace(CONFIG, gate="bounded")
     params = jax.tree.map(lambda x: x[0], to_ours(golden, "w:")["blocks"][0]["mixer"])
     plan = plan_rows(jnp.ones((2, 70), jnp.int32), jnp.zeros(2, bool), mesh)
-    out, _ = jax.jit(lambda x: kda_mixer(params, other, x, plan, {}, mesh))(golden["mixer_in"])
+    out, _ = fast_jit(lambda x: kda_mixer(params, other, x, plan, {}, mesh))(golden["mixer_in"])
     assert worst_error(out, golden["mixer_out"])[0] > 0.01

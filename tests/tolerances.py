@@ -28,6 +28,9 @@ KDA_BOUNDS_FLOAT32 = {"out": 1e-5, "gradient": 5e-5, "decay": 5e-5}
 # bf16 inputs: every operand of a product and the result are rounded by up to 2^-9. The decay's
 # gradient is a running sum of differences of such products.
 KDA_BOUNDS_BFLOAT16 = {"out": 5e-3, "gradient": 1e-2, "decay": 1.5e-2}
+# Identical keys, beta = 1, no decay: each new value is the difference of two rounded ones, so the
+# roundings stay while what they belong to cancels.
+KDA_BOUNDS_NEAR_KEYS = {"out": 3e-2, "gradient": 3e-2, "decay": 3e-2}
 # The recurrence in float32 behind the interface: the same formulas in the same order.
 KDA_BOUNDS_RECURRENT = {"out": 5e-6, "gradient": 1e-5, "decay": 1e-5}
 # Short convolution in float32 against float64 sums of W products and a sigmoid.
