@@ -87,7 +87,7 @@ class Loader:
     """An iterator of `Batch`es of global arrays [W, B, T], sharded over the mesh.
 
     Arrays lie P(None, ("data", "fsdp"), "context"), `continues` P(None, ("data", "fsdp")). A thread
-    makes and places `config.prefetch` batches ahead; nothing is read before the first is asked for.
+    makes and places `config.prefetch` batches ahead, from the first one asked for or `start()` on.
 
     A training loader goes on where it was when iterated again; an evaluation loader starts over.
     """
@@ -154,8 +154,7 @@ class Loader:
     def _next(self) -> Batch:
         if self._batches_out >= self._limit():
             raise StopIteration
-        if not self._running:
-            self._running.append(self._start_pipeline())
+        self.start()
         try:
             placed: _Placed = next(self._running[0])
         except BaseException:
@@ -192,7 +191,16 @@ class Loader:
             )
         return self._total
 
-    def _start_pipeline(self) -> Iterator[_Placed]:
+    def start(self) -> None:
+        """Begins to make batches ahead: workers take seconds to start, as the step does to compile.
+
+        What it makes follows the present position, so restore() comes first.
+        """
+        if not self._running:
+            self._running.append(self._pipeline())
+            self._running[0].start_prefetch()
+
+    def _pipeline(self) -> Any:
         dataset = batches(
             self._corpus,
             self._config,

@@ -387,6 +387,30 @@ def test_waiting_is_measured(config, monkeypatch):
         assert source.wait_seconds <= passed
 
 
+def test_a_loader_can_start_ahead(config, monkeypatch):
+    """It reads before a batch is asked for, and a position restored after that still counts."""
+    read, reads = DocumentSource.__getitem__, []
+    monkeypatch.setattr(
+        DocumentSource, "__getitem__", lambda self, i: reads.append(i) or read(self, i)
+    )
+    with loader(config) as source:
+        assert not reads
+        source.start()
+        deadline = time.monotonic() + 30
+        while not reads:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        made = take(source, 5)
+        state = source.state()
+        rest = take(source, 2)
+    with loader(config) as again:
+        again.start()
+        assert take(again, 3) == made[:3]
+        again.restore(state)
+        again.start()
+        assert take(again, 2) == rest
+
+
 @pytest.mark.parametrize(
     ("shape", "options", "said"),
     [
