@@ -40,7 +40,6 @@ from kernels.kda.streams import Loads, Stores, divided
 
 F32 = jnp.float32
 BACKWARD_BARRIER = 12  # the barrier semaphore of this kernel
-BLOCK = 4  # pairs whose factors are made together, see NOTES.md
 LAG = 2  # steps by which a pair's local stage follows the pair before it, see NOTES.md
 
 
@@ -386,17 +385,12 @@ class _Kernel:
         backward_tiles.interleave(walks, LAG)
 
     def _units(self, tile: Tile, piece) -> list[Unit]:
-        """The group's units, some pairs at a time: their float32 factors would only spill."""
-        units = []
-        for first in range(0, self.plan.group, BLOCK):
-            pairs = self.pairs[first : first + BLOCK]
-            if piece is None:
-                decays = [tile.decay(0, p) for p in pairs]
-            else:
-                decays = [tile.decay_of_piece(0, p, piece.index) for p in pairs]
-            ladders = pair_tiles.decay_ladders(decays, self.s["sums"][...])
-            units += [self._unit(tile, p, x, piece) for p, x in zip(pairs, ladders)]
-        return units
+        if piece is None:
+            decays = [tile.decay(0, p) for p in self.pairs]
+        else:
+            decays = [tile.decay_of_piece(0, p, piece.index) for p in self.pairs]
+        ladders = pair_tiles.decay_ladders(decays, self.s["sums"][...])
+        return [self._unit(tile, p, x, piece) for p, x in zip(self.pairs, ladders)]
 
     def _unit(self, tile: Tile, p: int, ladder, piece) -> Unit:
         plan = self.plan

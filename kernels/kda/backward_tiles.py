@@ -125,15 +125,15 @@ def chain(units: Sequence[Unit]) -> tuple[list[Array], list[Array]]:
     """(dr [C, 2V], cotangent of the entry state [V, 2K]), float32, of each unit, whose d_state is
     float32 here."""
     dtype = units[0].d_out.dtype
-    turned = [transpose_tokens(u.a.astype(F32), u.aqk.astype(F32)) for u in units]
+    turned = [transpose_tokens(u.a, u.aqk) for u in units]
     rights = [stack_heads(u.d_state.astype(dtype)) for u in units]
     kg = [u.k * u.suffix for u in units]
     reads = [above(u.q * u.prefix, u.k * u.prefix) for u in units]
-    dvn = [dot(t[1].astype(dtype), stack_heads(u.d_out)) for t, u in zip(turned, units)]
+    dvn = [dot(t[1], stack_heads(u.d_out)) for t, u in zip(turned, units)]
     dvn = [x + dot(g, r, (1, 1)) for x, g, r in zip(dvn, kg, rights)]
-    dr = [dot(t[0].astype(dtype), stack_heads(x.astype(dtype))) for t, x in zip(turned, dvn)]
+    dr = [dot(t[0], stack_heads(x.astype(dtype))) for t, x in zip(turned, dvn)]
     grown = [
-        dot(turn_tokens(u.d_out.astype(F32), -x).astype(dtype), stack_heads(r))
+        dot(turn_tokens(u.d_out, -x.astype(dtype)), stack_heads(r))
         for u, x, r in zip(units, dr, reads)
     ]
     return dr, [u.total * u.d_state + x for u, x in zip(units, grown)]
@@ -164,8 +164,8 @@ def local(unit: Unit, table: Array, straddle: Array) -> Generator[None, None, Gr
     reads = dot(both, stack_heads(u.state))
     exits = dot(u.vn, stack_heads(u.d_state))
     yield
-    turned = [x.astype(dtype) for x in transpose_tokens(between[:C], between[C:])]
     between = between.astype(dtype)
+    turned = transpose_tokens(between[:C], between[C:])
     yield
     through = u.total * _sum_rows(u.state * u.d_state)
     rights = {n: (u.k * e, u.q * e) for n, e in u.levels.items()} | {0: (u.k, u.q)}
