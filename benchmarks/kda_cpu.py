@@ -3,9 +3,9 @@
     JAX_PLATFORMS=cpu python -m benchmarks.kda_cpu
 
 Fused bounded gate (lower bound -5), l2-normalised q and k, a cotangent on the output. Where tokamax
-is installed, its "xla_chunked" runs the same case in the same process (it takes arrays [H, B, T, K], made
-beforehand). Compilation is timed apart; times are medians of runs taken in turn, so that a busy
-machine slows all columns alike.
+is installed, its "xla_chunked" runs the same case in the same process (it takes arrays [H, B, T,
+K], made beforehand). Compilation is timed apart; times are medians of runs taken in turn, so that a
+busy machine slows all columns alike.
 """
 
 import argparse

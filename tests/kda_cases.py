@@ -147,8 +147,8 @@ def run(case: Case, *, ranks: int = 1, check_vma: bool = True, implementation="c
 
 @functools.cache
 def compiled(options, names, ranks, check_vma, implementation, max_segments):
-    """Jitted (arrays, ids, cotangents) -> (out, final, gradients); cached, so that cases that differ in
-    their data only share a compilation."""
+    """Jitted (arrays, ids, cotangents) -> (out, final, gradients); cached, so that cases that
+    differ in their data only share a compilation."""
     options = dict(options)
     axis = "context" if ranks > 1 else None
 

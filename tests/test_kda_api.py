@@ -1,4 +1,4 @@
-"""The interface of `kda`: what it refuses, its defaults, dtypes, choice of implementation, shapes."""
+"""The interface of `kda`: what it refuses, defaults, dtypes, choice of implementation, shapes."""
 
 import sys
 

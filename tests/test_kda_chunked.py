@@ -11,7 +11,7 @@ import pytest
 from kernels.kda import chunk_math, kda, layout
 from kernels.segments import plan_segments
 from tests.kda_cases import TOKENS, Case, check, error, ids_of, make_case, oracle, run
-from tests.tolerances import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32
+from tests.tolerances import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32, KDA_BOUNDS_NEAR_KEYS
 
 BOUNDS = {"float32": KDA_BOUNDS_FLOAT32, "bfloat16": KDA_BOUNDS_BFLOAT16}
 # 300 tokens are 5 tiles. Segments start and end inside tiles, at tile edges (64, 128), several in
@@ -24,9 +24,16 @@ ONE = np.ones_like(PACKED)
 STATES = {"slots": 2, "start": True, "final": "all", "max_segments": 9}
 
 
-@pytest.mark.parametrize("policy", ["remat", "save"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("gate", ["given", "softplus", "bounded"])
+@pytest.mark.parametrize(
+    ("gate", "dtype", "policy"),
+    [
+        ("given", "float32", "remat"),
+        ("softplus", "float32", "remat"),
+        ("bounded", "float32", "save"),
+        ("bounded", "bfloat16", "remat"),
+        ("softplus", "bfloat16", "save"),
+    ],
+)
 def test_packed_documents_with_states(gate, dtype, policy):
     case = make_case(PACKED, gate=gate, dtype=dtype, **STATES, state_policy=policy)
     check(run(case), _oracle_without_policy(case), BOUNDS[dtype])
@@ -62,11 +69,12 @@ def test_decay_and_beta_profiles(profile, ids):
 @pytest.mark.parametrize("profile", [PROFILES[5], PROFILES[6]], ids=str)
 def test_strong_decay_in_bfloat16(profile):
     case = make_case(PACKED, dtype="bfloat16", **profile, slots=1, final="last")
-    result, reference = run(case), oracle(case)
-    assert np.all(np.isfinite(result.gradients["decay"]))
-    # At -10 a token the decay's own gradient is 1e-5 of what it is the small difference of.
-    bounds = KDA_BOUNDS_BFLOAT16 | ({"decay": np.inf} if profile["decay"] == "ten" else {})
-    check(result, reference, bounds)
+    check(run(case), oracle(case), KDA_BOUNDS_BFLOAT16)
+
+
+def test_identical_keys_in_bfloat16():
+    case = make_case(PACKED, dtype="bfloat16", **PROFILES[4], slots=1, final="last")
+    check(run(case), oracle(case), KDA_BOUNDS_NEAR_KEYS)
 
 
 def test_strong_raw_gate():
@@ -92,11 +100,12 @@ def test_inverse_of_identical_keys_is_exact():
     np.testing.assert_array_equal(chunk_math.solve(below), np.eye(64) - np.eye(64, k=-1))
 
 
-# --- exact properties ------------------------------------------------------------------------------
+# --- exact properties
+# ------------------------------------------------------------------------------
 
 
 @functools.cache
-def _values(gate="given"):
+def _values():
     """Jitted (arrays, ids, d_out) -> (out, last state, gradients of tokens)."""
 
     def function(arrays, ids, d_out):
@@ -228,17 +237,20 @@ def test_packing_equals_running_alone_and_order_does_not_matter():
         assert error(out[i, :, : len(span)], wanted) < KDA_BOUNDS_FLOAT32["out"], i
 
 
-@pytest.mark.parametrize("cut", [1, 64, 100, 299])
+@pytest.mark.parametrize("cut", [64, 100])
 def test_cutting_anywhere_and_carrying_the_state_equals_not_cutting(cut):
     case = make_case(ONE, slots=1, final="last")
     whole = run(case)
 
-    def part(span, state):
-        arrays = [case.arrays[n][:, :, span] for n in TOKENS]
+    @jax.jit
+    def attend(arrays, state):
         return kda(
             *arrays, initial_state=state, final_state="last", qk_l2norm=True,
             implementation="chunked",
         )  # fmt: skip
+
+    def part(span, state):
+        return attend([case.arrays[n][:, :, span] for n in TOKENS], state)
 
     head, state = part(slice(0, cut), case.arrays["initial_state"])
     rest, last = part(slice(cut, None), state[:, None])

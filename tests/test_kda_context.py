@@ -1,4 +1,5 @@
-"""KDA under context parallelism: ranks agree with the recurrence, and with one device bit for bit."""
+"""KDA under context parallelism: ranks agree with the recurrence, and with one device bit for
+bit."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ from tests.tolerances import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32
 # 272 tokens: pieces of 136, 68 and 34 on 2, 4 and 8 ranks, none a multiple of 64.
 LENGTH = 272
 ROWS = {
-    # One segment through all ranks; many segments in one rank; the last of them through three ranks.
+    # One segment through all ranks; many segments in one rank; the last of them through three
+    # ranks.
     "long": ids_of([(LENGTH, 1)], [(5, 2), (1, 9), (20, 4), (30, 8), (LENGTH - 56, 3)]),
     # Ids 1..4 over four ranks, more in the row than in any rank, by order and not by id.
     "four documents": ids_of(
@@ -31,7 +33,7 @@ STATES = {"slots": 2, "start": True, "max_segments": 5}
 
 
 @pytest.mark.parametrize("ids", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 8])
 def test_ranks_agree_with_the_recurrence(ranks, ids):
     """Every gradient, among them those of inputs that ranks share, also through the last states."""
     case = make_case(ids, heads=2, gate="softplus", final="all", **STATES)
@@ -51,18 +53,16 @@ def test_bfloat16_on_four_ranks(ids):
     check(run(case, ranks=4), oracle(case), KDA_BOUNDS_BFLOAT16)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_any_number_of_ranks_gives_the_bits_of_one_device(dtype):
+@pytest.mark.parametrize(("dtype", "ranks"), [("float32", 8), ("bfloat16", 4)])
+def test_ranks_give_the_bits_of_one_device(dtype, ranks):
     """Where a rank's piece is whole tiles: the state meets the same products in the same order."""
     ids = ids_of([(300, 1), (212, 2)], [(37, 3), (400, 4), (75, 0)])
     case = make_case(ids, heads=4, dtype=dtype, slots=1, final="last")
-    one = run(case)
-    for ranks in (2, 8):
-        many = run(case, ranks=ranks)
-        np.testing.assert_array_equal(many.out, one.out)
-        np.testing.assert_array_equal(many.final, one.final)
-        for name in TOKENS:
-            np.testing.assert_array_equal(many.gradients[name], one.gradients[name], err_msg=name)
+    one, many = run(case), run(case, ranks=ranks)
+    np.testing.assert_array_equal(many.out, one.out)
+    np.testing.assert_array_equal(many.final, one.final)
+    for name in TOKENS:
+        np.testing.assert_array_equal(many.gradients[name], one.gradients[name], err_msg=name)
 
 
 def test_heads_with_different_gates():
@@ -70,9 +70,7 @@ def test_heads_with_different_gates():
     case = make_case(ROWS["long"], slots=1, final="last")
     gates = jnp.asarray([0.0, -10.0])[:, None, None]
     case.arrays["decay"] = jnp.broadcast_to(gates, case.arrays["decay"].shape)
-    result, reference = run(case, ranks=4), oracle(case)
-    # The decay's gradient is nothing but cancellation where everything is forgotten at once.
-    check(result, reference, KDA_BOUNDS_FLOAT32)
+    check(run(case, ranks=4), oracle(case), KDA_BOUNDS_FLOAT32)
 
 
 def test_several_steps_on_each_rank(monkeypatch):
@@ -86,7 +84,7 @@ def test_rows_heads_and_context_on_one_mesh():
     case = make_case(ROWS["four documents"], gate="softplus", slots=1, start=True, final="last")
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "context", "tensor"))
     token, head = P("data", "tensor", "context"), P("tensor")
-    specs = {n: token for n in TOKENS} | dict.fromkeys(("a_log", "dt_bias", "start_state"), head)
+    specs = dict.fromkeys(TOKENS, token) | dict.fromkeys(("a_log", "dt_bias", "start_state"), head)
     specs["initial_state"] = P("data", None, "tensor")
 
     def call(arrays, ids):

@@ -42,7 +42,7 @@ def log_decay(problem: Problem, x, a_log, dt_bias):
     if problem.gate is Gate.GIVEN:
         return x
     x, rate = x + dt_bias, jnp.exp(a_log)
-    if problem.gate is Gate.BOUNDED:
+    if problem.lower_bound is not None:
         return problem.lower_bound * jax.nn.sigmoid(rate * x)
     # softplus; several times faster on CPU than jax.nn.softplus
     return -rate * (jnp.maximum(x, 0) + jnp.log1p(jnp.exp(-jnp.abs(x))))

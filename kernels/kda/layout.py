@@ -3,10 +3,10 @@
 A chain is one head of one row; a tile is C = 64 tokens of a chain. Chains are dealt into groups and
 tiles into steps, so that what one step computes stays in the processor's cache:
 
-    token arrays [B, H, T, ...] -> [J, G, N, M, C, ...]   J chain groups of G chains, N steps of M
-    tiles
+    token arrays [B, H, T, ...] -> [J, G, N, M, C, ...]
 
-which for full tiles is a reshape, not a copy. One step works on [G, M, C, ...].
+with J groups of G chains and N steps of M tiles; for full tiles a reshape, not a copy. One step
+works on [G, M, C, ...].
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from kernels.kda.chunk_math import CHUNK
 from kernels.segments import Segments
 
-STEP_TILES = 32  # tiles a step: about 1 MB a float32 array of 128 channels; see NOTES.md
+STEP_TILES = 16  # tiles a step: half a MB a float32 array of 128 channels; see NOTES.md
 
 
 class Grid(NamedTuple):
@@ -30,15 +30,16 @@ class Grid(NamedTuple):
 
 
 def plan_grid(chains: int, length: int, ranks: int) -> Grid:
-    """Grid for `chains` = B H chains of `length` tokens, a multiple of 64, on each of `ranks` ranks.
+    """Grid for `chains` = B H chains of `length` tokens (a multiple of 64) on each of the ranks.
 
-    Ranks work on different chain groups at a time (`exchange_jnp`), so more ranks want more groups;
-    the number of groups divides the number of chains.
+    Ranks work on different chain groups at a time (`exchange_jnp`), so more ranks want more groups.
+    The number of groups divides the number of chains.
     """
-    most = 1 if ranks == 1 else 2 * ranks
-    groups = max(n for n in range(1, min(most, chains) + 1) if chains % n == 0)
+    sizes = [n for n in range(1, chains + 1) if chains % n == 0]
+    wanted = 1 if ranks == 1 else max(n for n in sizes if n <= 2 * ranks)
+    groups = next(n for n in sizes if n >= wanted and chains // n <= STEP_TILES)
     tiles = length // CHUNK
-    steps = -(-tiles // max(1, STEP_TILES // (chains // groups)))
+    steps = -(-tiles // (STEP_TILES // (chains // groups)))
     return Grid(groups, chains // groups, steps, -(-tiles // steps))
 
 

@@ -1,5 +1,6 @@
-"""Given states in and segment states out for the chunked form, where a segment starts or ends inside
-a tile. The chunk algebra lives in `chunked`; here are plain functions for JAX to differentiate.
+"""Given states in and segment states out for the chunked form, where a segment starts or ends
+inside a tile. The chunk algebra lives in `chunked`; here are plain functions for JAX to
+differentiate.
 
 The walk over tiles forgets everything at a segment's first token (decay factor 0), which is exact
 for segments that start from zero. A segment that starts from a state S0 adds, with P the product of
@@ -8,8 +9,8 @@ rule subtracts in the tile it starts in, (q P) S0 to the output there, and P S0 
 state if it reaches it. Later tiles see nothing special.
 
 A slot of `initial_state`, and a returned segment state, concern one tile of a chain: those tiles
-are gathered ("events"), and the walk adds or reads them where it passes. `start_state` may concern any
-number of tiles: `shared_start` handles all tiles of a step.
+are gathered ("events"), and the walk adds or reads them where it passes. `start_state` may concern
+any number of tiles: `shared_start` handles all tiles of a step.
 
 Arrays of events are [Q, n, ...] with Q = J G chains and n slots or segments.
 """
@@ -112,7 +113,8 @@ def segment_ends(problem: Problem, raw: Raw, tiles: Tiles, here, entries, deltas
     """States after segments [Q, n, K, V], 0 where the segment does not end on this rank.
 
     raw, tiles [Q, n, C, .], entry states `entries` [Q, n, K, V] and corrected values `deltas`
-    [Q, n, C, V] are those of the tiles the segments end in; starts [Q, n, K, V] what they start from.
+    [Q, n, C, V] are those of the tiles the segments end in; starts [Q, n, K, V] what they start
+    from.
     """
     tokens = prepare(problem, raw, tiles.valid)
     number = jnp.arange(here.shape[1])[:, None, None]
@@ -125,7 +127,8 @@ def segment_ends(problem: Problem, raw: Raw, tiles: Tiles, here, entries, deltas
 
 
 def start_states(initial_state, start_state, number: int, like: jax.Array):
-    """What segments 0 .. number - 1 start from: [B, number, H, K, V], with `like` a state [B, H, K, V]."""
+    """What segments 0 .. number - 1 start from, [B, number, H, K, V]; `like` is a state
+    [B, H, K, V]."""
     shape = (like.shape[0], number, *like.shape[1:])
     fresh = jnp.zeros_like(like, shape=shape)
     if start_state is not None:

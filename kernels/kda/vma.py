@@ -1,6 +1,7 @@
 """Helpers for `shard_map`'s varying-axes types (check_vma=True); nothing to do without them."""
 
 import jax
+import jax.numpy as jnp
 
 
 def varying_axes(tree) -> frozenset:
@@ -18,3 +19,8 @@ def vary(tree, axes):
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(one, tree)
+
+
+def zeros_like_varying(like: jax.Array, shape, dtype=jnp.float32) -> jax.Array:
+    """Zeros typed as varying over the axes that `like` varies over."""
+    return vary(jnp.zeros(shape, dtype), jax.typeof(like).mat.varying)
