@@ -1,0 +1,99 @@
+"""What a compiled function would cost on a TPU: bundles and peak memory, read from the compiler.
+
+libtpu compiles for a TPU topology on any x86-64 Linux machine and writes each kernel's final
+schedule, one VLIW bundle a line, if asked by environment variables before JAX starts. A bundle is
+one issue slot of the core, so their number is a lower bound on cycles, the same on every run. It
+sees neither stalls nor waits for HBM or other ranks. Loops count by their trip counts; a loop whose
+count is not a constant counts once; a predicated region counts as taken.
+"""
+
+import pathlib
+import re
+from dataclasses import dataclass, field
+
+BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+((?:[A-Z]{2}[: ,]*)*)\s*:\s*((?:>\s?)*)\{(.*)")
+EXIT = re.compile(r"scmp\.(?:ge|gt|eq)\.s32\.totalorder [^,]+, (-?\d+) /\* loop exit test")
+KERNEL_FILE = re.compile(r"\d+-(.*)-\d+-final_bundles\.txt$")
+
+
+def compiler_environment(dump: str) -> dict[str, str]:
+    """Environment of a process that compiles for a TPU that is not there and dumps schedules."""
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true "
+        "--xla_jf_dump_llo_pass_label_regex=final_bundles",
+    }
+
+
+@dataclass
+class _Loop:
+    """A loop being read: bundles in it (inner loops weighted) and its trip count."""
+
+    depth: int
+    bundles: int = 0
+    trips: int = 1
+
+
+@dataclass
+class Schedule:
+    """Bundles of all programs of a compilation, by name; which of them are Pallas kernels."""
+
+    programs: dict[str, int] = field(default_factory=dict)
+    kernels: set[str] = field(default_factory=set)
+
+    @property
+    def total(self) -> int:
+        return sum(self.programs.values())
+
+    def of(self, name: str) -> int:
+        """Bundles of the kernels with `name` in their names."""
+        return sum(n for program, n in self.programs.items() if name in program)
+
+
+def read(dump: str) -> Schedule:
+    """All schedules of a dump directory."""
+    schedule = Schedule()
+    for path in pathlib.Path(dump).glob("*-final_bundles.txt"):
+        match = KERNEL_FILE.match(path.name)
+        if match and "schedule-analysis" not in path.name:
+            found = weigh(path.read_text(errors="replace").splitlines())
+            schedule.programs[match.group(1)] = schedule.programs.get(match.group(1), 0) + found
+    for path in pathlib.Path(dump).glob("*TLP-hlo.txt"):
+        for line in path.read_text(errors="replace").splitlines():
+            match = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", line)
+            if match and "tpu_custom_call" in line:
+                schedule.kernels.add(match.group(1))
+    return schedule
+
+
+def weigh(lines: list[str]) -> int:
+    """Bundles of one program's schedule, loops by their trip counts."""
+    loops = [_Loop(0)]
+
+    def close():
+        done = loops.pop()
+        loops[-1].bundles += done.bundles * done.trips
+
+    for line in lines:
+        match = BUNDLE.match(line)
+        if not match:
+            continue
+        labels, depth, body = match.group(1), match.group(2).count(">"), match.group(3)
+        if body.startswith("}"):  # a delay slot carries no loop marks: it belongs to the loop open
+            depth = loops[-1].depth
+        while loops[-1].depth > depth:
+            close()
+        if depth > 0 and "LB" in labels and loops[-1].depth == depth:
+            close()
+        if loops[-1].depth < depth:
+            loops.append(_Loop(depth))
+        loops[-1].bundles += 1
+        if "loop exit test" in line:
+            constants = EXIT.findall(line)
+            loops[-1].trips = max(int(constants[-1]), 1) if constants else 1
+    while len(loops) > 1:
+        close()
+    return loops[0].bundles
