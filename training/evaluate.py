@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from data.batch import Batch
@@ -79,6 +80,10 @@ def gzip_bits_per_byte(texts: list[list[bytes]]) -> tuple[float, int]:
 
 def _texts(batch: Batch) -> list[bytes]:
     """The bytes that each row's targets stand for; all windows of a row one after another."""
-    targets = np.moveaxis(jax.device_get(batch.targets), 1, 0)
-    counts = np.moveaxis(jax.device_get(batch.target_bytes), 1, 0)
+
+    def by_row(x: jax.Array) -> np.ndarray:
+        whole = multihost_utils.process_allgather(x, tiled=True)  # other processes' tokens too
+        return np.moveaxis(np.asarray(whole), 1, 0)
+
+    targets, counts = by_row(batch.targets), by_row(batch.target_bytes)
     return [bytes(t[c > 0].astype(np.uint8)) for t, c in zip(targets, counts)]

@@ -83,7 +83,7 @@ def read(path: str) -> dict[str, float]:
     """The seconds last written; none where there is no such file, or no sense in it."""
     try:
         with open(path) as file:
-            found = json.load(file)
-    except (OSError, ValueError):
+            found = dict(json.load(file))
+        return {k: float(v) for k, v in found.items() if k in KINDS}
+    except (OSError, ValueError, TypeError):
         return {}
-    return {k: float(v) for k, v in found.items() if k in KINDS and isinstance(v, int | float)}

@@ -40,10 +40,10 @@ class Writers:
         self._jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115
         # Written here and now, not by tensorboardX's queue and thread: what a checkpoint's step
         # reported must be on disk before the checkpoint is.
-        self._events = EventsWriter(os.path.join(events, "events"), f".{os.getpid()}")
-        if start:
-            session = SessionLog(status=SessionLog.START)
-            self._event(start + 1, session_log=session)
+        # Files are read in the order of their names, of which the writer's part is in seconds.
+        self._events = EventsWriter(os.path.join(events, "events"), f".{time.time_ns()}")
+        # Whatever older files say of later steps, they say no longer.
+        self._event(start + 1, session_log=SessionLog(status=SessionLog.START))
         self._bar = None
         if sys.stderr.isatty():
             self._bar = tqdm.tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True)

@@ -60,7 +60,7 @@ class Meter:
         self, slots: int, cfg: ModelConfig, compiled_peak: int | None, *, skip_nonfinite: bool
     ):
         self._slots = slots
-        self._flops_per_token = train_flops_per_token(cfg)
+        self.flops_per_token = train_flops_per_token(cfg)
         self._flops_per_key = attention_flops_per_token(cfg, 1.0)
         self._compiled_peak = compiled_peak
         self._skip_nonfinite = skip_nonfinite
@@ -86,7 +86,7 @@ class Meter:
             self._interval.steps += 1
             self._interval.seconds += now - self._done
             self._interval.tokens += numbers["tokens"]
-            self._interval.flops += numbers["tokens"] * self._flops_per_token
+            self._interval.flops += numbers["tokens"] * self.flops_per_token
             self._interval.flops += numbers["attended"] * self._flops_per_key
             self._interval.data_wait += data_wait
         self._done = now

@@ -1,0 +1,176 @@
+"""How fast a whole training step is, and what the loop around it costs.
+
+    python benchmarks/train_step.py [--config.group.option=value ...]
+
+5M parameters, 4 rows x 2048 tokens a step. Bare steps (the compiled step on one batch, again and
+again) and the loop (data, metrics, files, console) take turns, so that a noisy machine is noisy for
+both; figures are medians over the turns. The machine's own matrix-product rate, before and after,
+says what machine it was at that moment.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import io
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import train
+from configs import base
+from configs import flags as command_line
+from training.signals import Signals
+
+STEPS, TURNS = 4, 5
+SIZE = 1024  # of the matrices whose product measures the machine
+
+
+def get_config():
+    """What is measured; also a config file for train.py."""
+    config = base.get_config()
+    with config.unlocked():
+        config.mesh.data = 2  # a CPU device for each of two cores
+        config.data.rows = 4
+        config.data.sequence_length = 2048
+        config.model.width = 256
+        config.model.repeats = 5
+        config.model.ffn_dim = 768
+        config.model.remat = "none"
+        config.eval.every = 0
+        config.checkpoint.every = 0
+    return config
+
+
+def main() -> None:
+    """Prints one table."""
+    signals = Signals()
+    config, flags = command_line.parse(
+        [sys.argv[0], f"--config={os.path.abspath(__file__)}", *sys.argv[1:]]
+    )
+    base.check(config)
+    train.start_jax(config, flags)
+    with tempfile.TemporaryDirectory() as workdir:
+        rows = measure(config, workdir, signals)
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load "
+        f"{os.getloadavg()[0]:.1f}, {datetime.date.today()}"
+    )
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:{width}}  {value}")
+
+
+class _NoSaver:
+    """The loop without checkpoints."""
+
+    def save(self, step, state, score):
+        pass
+
+    def check(self):
+        pass
+
+
+def measure(config, workdir: str, signals: Signals) -> list[tuple[str, str]]:
+    """Rows of the table: (what, figure)."""
+    import jax
+
+    from training.metrics import Writers
+    from training.state import init_state
+
+    parts = train.build(config, workdir)
+    writers = Writers(workdir, 0, STEPS * TURNS)
+    data = config.data
+    state = init_state(
+        parts.model, parts.mesh, parts.optimizer, data.rows, config.train.spike_window, 0
+    )
+    began = time.perf_counter()
+    job = train.make_job(parts, None, state, 0, signals, writers)
+    compilation = time.perf_counter() - began
+    job.saver = _NoSaver()
+    matmul = [matmul_rate()]
+    batch = next(job.batches)
+    bare, whole, waits = [], [], []
+    for turn in range(TURNS + 1):
+        job.state, seconds = bare_steps(job, batch)
+        bare.append(seconds)
+        began = time.perf_counter()
+        reports = loop_steps(job, turn)
+        whole.append((time.perf_counter() - began) / STEPS)
+        waits += [values["perf/data_wait_seconds"] for values in reports]
+    matmul.append(matmul_rate())
+    writers.close()
+    parts.loader.close()
+    bare, whole = bare[1:], whole[1:]  # the first turn warms up
+    tokens = data.rows * data.sequence_length
+    step, loop = statistics.median(bare), statistics.median(whole)
+    return [
+        ("model", train.describe(parts)),
+        ("compilation", f"{compilation:.1f} s"),
+        ("bare compiled step", f"{step:.3f} s"),
+        ("step in the loop", f"{loop:.3f} s"),
+        ("loop over bare step", f"{statistics.median(w / b for w, b in zip(whole, bare)):.3f}"),
+        ("tokens a second", f"{tokens / loop:,.0f}"),
+        ("waiting for data", f"{statistics.median(waits) * 1e3:.1f} ms a step"),
+        ("model FLOP/s", f"{tokens * job.meter.flops_per_token / loop / 1e9:.0f} GFLOP/s"),
+        (
+            "matrix product, float32",
+            f"{matmul[0]:.0f} GFLOP/s before, {matmul[1]:.0f} after ({SIZE}^3, all cores)",
+        ),
+        ("jax", jax.__version__),
+    ]
+
+
+def bare_steps(job, batch):
+    """(state, seconds a step) of the compiled step alone."""
+    import jax
+
+    state = jax.block_until_ready(job.state)
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        state, metrics = job.step(state, batch, job.votes[0])
+    jax.block_until_ready((state, metrics))
+    return state, (time.perf_counter() - began) / STEPS
+
+
+def loop_steps(job, turn: int):
+    """What the trainer's own loop reports of so many steps."""
+    from training import loop
+
+    reports = []
+    job.start = turn * STEPS
+    job.plan = dataclasses.replace(job.plan, steps=job.start + STEPS)
+    write = type(job.writers).write
+
+    def keep(step, values):
+        reports.append(values)
+        write(job.writers, step, values)
+
+    job.writers.write = keep
+    with contextlib.redirect_stdout(io.StringIO()):
+        loop.run(job)
+    return reports
+
+
+def matmul_rate() -> float:
+    """GFLOP/s of float32 products of square matrices, the best of five."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.ones((SIZE, SIZE), jnp.float32)
+    product = jax.jit(lambda x: x @ x)
+    jax.block_until_ready(product(x))
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        jax.block_until_ready(product(x))
+        best = min(best, time.perf_counter() - began)
+    return 2 * SIZE**3 / best / 1e9
+
+
+if __name__ == "__main__":
+    main()

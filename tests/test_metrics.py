@@ -1,0 +1,213 @@
+"""Writers, time accounting and the numbers made of a step's metrics."""
+
+import json
+import math
+import time
+
+import jax.numpy as jnp
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.model_cases import KDA, MIXED
+from training import goodput, metrics, report
+from training.evaluate import gzip_bits_per_byte
+from training.goodput import Goodput
+from training.metrics import Writers
+from training.profiler import Profiler
+from training.report import Meter, NonFiniteError
+
+
+def scalars(folder, name="learning/loss"):
+    reader = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    reader.Reload()
+    return [(event.step, event.value) for event in reader.Scalars(name)]
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def write(folder, start, steps, value, close=True):
+    writers = Writers(str(folder), start, 10)
+    for step in steps:
+        writers.write(step, {"learning/loss": value})
+    if close:
+        writers.close()
+
+
+def test_each_step_stands_once_after_a_kill_and_a_resume(tmp_path):
+    """Steps 4 to 6 were written, then lost with the process: the resumed run writes them anew."""
+    write(tmp_path, 0, range(1, 7), 1.0, close=False)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "learn')
+    write(tmp_path, 3, range(4, 9), 2.0)
+    expected = [(step, 1.0 if step <= 3 else 2.0) for step in range(1, 9)]
+    assert [(line["step"], line["learning/loss"]) for line in lines(tmp_path)] == expected
+    assert scalars(tmp_path) == expected
+
+
+def test_a_run_that_starts_anew_in_its_folder_leaves_nothing_of_the_old(tmp_path):
+    """No checkpoint was saved before the kill: step 0 is where it starts again."""
+    write(tmp_path, 0, range(1, 4), 1.0)
+    write(tmp_path, 0, range(1, 3), 2.0)
+    assert [(line["step"], line["learning/loss"]) for line in lines(tmp_path)] == [(1, 2), (2, 2)]
+    assert scalars(tmp_path) == [(1, 2.0), (2, 2.0)]
+
+
+def test_not_a_number_is_null_in_json(tmp_path):
+    write(tmp_path, 0, [1], math.nan)
+    assert lines(tmp_path)[0]["learning/loss"] is None
+    assert math.isnan(scalars(tmp_path)[0][1])
+
+
+def test_other_processes_write_nothing(tmp_path):
+    writers = Writers(str(tmp_path), 0, 10, primary=False)
+    writers.write(1, {"learning/loss": 1.0})
+    writers.text(0, "config", "x")
+    writers.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_plain_lines_in_a_log(tmp_path, capsys):
+    writers = Writers(str(tmp_path), 0, 10)
+    values = {"learning/loss": 1.5, "perf/step_time_seconds": 60.0, "perf/tokens_per_second": 1234}
+    writers.write(4, values)
+    writers.close()
+    shown = capsys.readouterr().out
+    assert "step 4/10" in shown and "loss 1.5000" in shown and "1,234 tokens/s" in shown
+    assert "left 6:00" in shown
+
+
+def test_a_bar_on_a_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(metrics.sys.stderr, "isatty", lambda: True)
+    writers = Writers(str(tmp_path), 2, 10)
+    writers.write(4, {"learning/loss": 1.5, "perf/tokens_per_second": 1234})
+    writers.close()
+    shown = capsys.readouterr()
+    assert "step 4/10" not in shown.out and "4/10" in shown.err and "loss 1.5000" in shown.err
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5, "0:05"), (125.9, "2:05"), (7325, "2:02:05")])
+def test_durations(seconds, text):
+    assert metrics.duration(seconds) == text
+
+
+def test_every_second_has_one_kind(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(goodput.time, "monotonic", lambda: now[0])
+    clock = Goodput(age=4.0)
+    now[0] += 1
+    clock.switch("training")
+    now[0] += 10
+    with clock.during("evaluation"):
+        now[0] += 2
+        with clock.during("compilation"):
+            now[0] += 3
+        now[0] += 4
+    now[0] += 5
+    assert clock.seconds() == {
+        "training": 15.0,
+        "compilation": 3.0,
+        "data": 0.0,
+        "checkpoint": 0.0,
+        "evaluation": 6.0,
+        "restart": 5.0,
+    }
+    assert clock.metrics()["goodput/productive_share"] == pytest.approx(15 / 29)
+    with pytest.raises(ValueError, match="not one of"):
+        clock.switch("idle")
+
+
+def test_what_a_restart_throws_away_is_restart_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(goodput.time, "monotonic", lambda: 0.0)
+    path = str(tmp_path / "goodput.json")
+    lived = Goodput(path)
+    lived.resume({"training": 50.0, "data": 5.0}, {})
+    lived.write()
+    assert goodput.read(path)["training"] == 50.0
+    resumed = Goodput(path)
+    resumed.resume({"training": 30.0, "data": 4.0}, goodput.read(path))
+    seconds = resumed.seconds()
+    assert (seconds["training"], seconds["data"], seconds["restart"]) == (30.0, 4.0, 21.0)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"training": "long"}'])
+def test_a_broken_file_of_seconds_is_no_failure(tmp_path, content):
+    (tmp_path / "goodput.json").write_text(content)
+    assert goodput.read(str(tmp_path / "goodput.json")) == {}
+
+
+def numbers(loss=2.0, finite=True, tokens=900, attended=0.0):
+    names = ("z_loss", "bits_per_byte", "grad_norm", "learning_rate", "steps_skipped", "stop")
+    values = dict.fromkeys(names, 0.0) | {"loss": loss, "finite": finite, "tokens": tokens}
+    return {k: jnp.asarray(v) for k, v in (values | {"attended": attended}).items()}
+
+
+def test_speed_is_of_the_steps_that_were_measured(monkeypatch):
+    """Three steps of 2 s, 900 of 1000 tokens real; the pause between start() calls is in none."""
+    now = [0.0]
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    meter = Meter(1000, MIXED, None, skip_nonfinite=False)
+    meter.start()
+    for step in (1, 2):
+        now[0] += 2
+        last = meter.finish(step, numbers(attended=5e4), 0.5)
+    now[0] += 100  # evaluation
+    meter.start()
+    now[0] += 2
+    last = meter.finish(3, numbers(attended=5e4), 0.2)
+    values = meter.report(last)
+    assert values["perf/step_time_seconds"] == 2.0
+    assert values["perf/tokens_per_second"] == 450.0
+    assert values["perf/padded_tokens_per_second"] == 500.0
+    assert values["perf/tokens_per_second_per_device"] == 450.0 / 8
+    assert values["perf/data_wait_seconds"] == pytest.approx(0.4)
+    # By hand: 2 repeats, 4 heads of 8 channels, forward 4 a key and channel, training three times.
+    attention = 3 * 2 * 4 * (4 * 8) * 5e4
+    flops = (900 * report.train_flops_per_token(MIXED) + attention) / 2.0 / 8
+    assert values["perf/tflops_per_second_per_device"] == pytest.approx(flops / 1e12)
+    assert "perf/mfu" not in values and "memory/peak_bytes_per_device" not in values, "a CPU"
+    assert values["memory/host_rss_bytes"] > 1e6
+    now[0] += 3
+    assert meter.report(meter.finish(4, numbers(), 0.0))["perf/step_time_seconds"] == 3.0
+
+
+def test_a_step_that_is_not_finite_is_an_error_that_names_it():
+    meter = Meter(1, KDA, None, skip_nonfinite=False)
+    with pytest.raises(NonFiniteError, match="step 12: loss nan") as caught:
+        meter.finish(12, numbers(loss=math.nan, finite=False), 0.0)
+    assert caught.value.step == 12
+    skipping = Meter(1, KDA, None, skip_nonfinite=True)
+    assert skipping.finish(12, numbers(loss=math.nan, finite=False), 0.0)["tokens"] == 900
+
+
+def test_gzip_is_taken_of_each_row_as_it_goes_on():
+    import gzip
+
+    texts = [[b"abc", b"xyz"], [b"def", b""]]
+    bits, size = gzip_bits_per_byte(texts)
+    assert size == 9 and bits == 8 * len(gzip.compress(b"abcdefxyz", 9)) / 9
+    assert gzip_bits_per_byte([[b""]]) == (0.0, 0)
+
+
+def test_traces_begin_and_end_with_their_steps(tmp_path, monkeypatch):
+    calls, said = [], []
+    monkeypatch.setattr("jax.profiler.start_trace", lambda folder: calls.append("start"))
+    monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append("stop"))
+    profiler = Profiler(str(tmp_path), 3, 2, said.append)
+    traced = []
+    for step in range(1, 9):
+        profiler.before(step, asked=step == 7)
+        if calls and calls[-1] == "start":
+            traced.append(step)
+        if profiler.ends_with(step):
+            profiler.stop()
+    assert traced == [3, 4, 7, 8] and calls == ["start", "stop"] * 2 and len(said) == 2
+
+
+def test_the_clock_is_monotonic_time():
+    """Goodput counts real time where nothing is faked."""
+    clock = Goodput()
+    clock.switch("training")
+    time.sleep(0.05)
+    assert 0.05 <= clock.seconds()["training"] < 5
