@@ -3,23 +3,49 @@
 Products run in the compute dtype; norms, gates and their sums run in float32.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
-def matmul(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
-    """x [..., I] times weight [I, O] -> [..., O] in out_dtype (x's own by default).
+def matmul(x: jax.Array, weight: jax.Array, out_dtype: str | None = None) -> jax.Array:
+    """x [B, T, I] (or [n, I]) times weight [I, O] -> [B, T, O] in out_dtype (x's own by default).
 
     Products of float32 are float32 on every device: the default of a TPU would round their inputs
     to bf16.
+
+    The gradient is written out. The weight's own one, as automatic differentiation states it, sums
+    output by input and transposes the result; on CPU that copies all of x and of the cotangent
+    into another order first (a SwiGLU forward and backward: 800 ms in bf16, this way 220).
     """
-    return jnp.matmul(
-        x,
-        weight,
-        precision=product_precision(x.dtype),
-        preferred_element_type=out_dtype or x.dtype,
-    )
+    return _matmul(x, weight, jnp.dtype(out_dtype or x.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x, weight, out_dtype):
+    return _product("...i,io->...o", x, weight, out_dtype)
+
+
+def _matmul_forward(x, weight, out_dtype):
+    return _matmul(x, weight, out_dtype), (x, weight)
+
+
+def _matmul_backward(out_dtype, inputs, d_out):
+    x, weight = inputs
+    d_out = d_out.astype(x.dtype)
+    tokens = "bt"[: x.ndim - 1]
+    d_weight = _product(f"{tokens}i,{tokens}o->io", x, d_out, weight.dtype)
+    return _product("...o,io->...i", d_out, weight, x.dtype), d_weight
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _product(spec: str, a: jax.Array, b: jax.Array, out_dtype) -> jax.Array:
+    precision = product_precision(a.dtype)
+    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=out_dtype)
 
 
 def product_precision(dtype) -> jax.lax.Precision | None:

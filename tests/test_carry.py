@@ -35,7 +35,7 @@ LONG = np.stack(
         row((1, 20), (2, 10), (3, 34), (0, 32), (3, 60), (0, 4), (4, 32)),
     ]
 )
-# The same rows with padding moved to the end. A window of padding is nothing to the document that it
+# The same rows with padding moved to the end. A window of padding is nothing to the document it
 # cuts, while inside a row the convolution counts places, padded or not.
 COMPACT = np.argsort(LONG == 0, axis=1, kind="stable")
 

@@ -62,6 +62,16 @@ def test_matmul_of_bf16_can_keep_its_float32_sums():
     assert matmul(x, weight).dtype == jnp.bfloat16
 
 
+def test_gradient_of_matmul():
+    weight = RANDOM.normal(size=(24, 7)).astype(np.float32)
+    d_out = RANDOM.normal(size=(2, 5, 7)).astype(np.float32)
+    for x, cotangent in ((X, d_out), (X[0], d_out[0])):
+        d_x, d_weight = jax.vjp(matmul, x, weight)[1](cotangent)
+        assert worst_error(d_x, cotangent.astype(np.float64) @ weight.T)[0] < MODEL_FLOAT32
+        expected = x.reshape(-1, 24).T.astype(np.float64) @ cotangent.reshape(-1, 7)
+        assert worst_error(d_weight, expected)[0] < MODEL_FLOAT32
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_of_float32_ask_for_float32_on_every_device(dtype):
     jaxpr = str(jax.make_jaxpr(matmul)(X.astype(dtype), jnp.ones((24, 3), dtype)))
