@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
-def matmul(x: jax.Array, weight: jax.Array, out_dtype: str | None = None) -> jax.Array:
+def matmul(
+    x: jax.Array, weight: jax.Array, out_dtype: jax.typing.DTypeLike | None = None
+) -> jax.Array:
     """x [B, T, I] (or [n, I]) times weight [I, O] -> [B, T, O] in out_dtype (x's own by default).
 
     Products of float32 are float32 on every device: the default of a TPU would round their inputs
