@@ -1,8 +1,11 @@
 """Causal depthwise convolution over a row's tokens that stops at segment boundaries."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
+from kernels.kda.vma import vary, varying_axes
 from kernels.segments import Segments
 
 
@@ -50,8 +53,8 @@ def short_conv(
     index = jnp.concatenate(
         [jnp.broadcast_to(upstream, halo.shape[:2]).astype(jnp.int32), segments.index], axis=1
     )
-    # Recomputed in the backward: W multiply-adds cost less than keeping the float32 sum.
-    y = jax.checkpoint(_taps, static_argnums=(4,))(whole, weight, index, segments.valid, activation)
+    arrays = whole, weight, index, segments.valid
+    y = _taps(activation, *vary(arrays, varying_axes(arrays)))
     return y, _next_tail(whole, index, tail, segments, axis_name)
 
 
@@ -72,16 +75,85 @@ def _check(x, weight, segments, tail, activation) -> None:
         raise ValueError(f'short_conv: activation must be "silu" or None, got {activation!r}')
 
 
-def _taps(whole, weight, index, valid, activation):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _taps(activation, whole, weight, index, valid):
+    """The sum over taps of `whole` [B, W - 1 + T, D] and its activation, [B, T, D]."""
+    total = _sum_of_taps(whole, weight, index, valid)
+    return (jax.nn.silu(total) if activation == "silu" else total).astype(whole.dtype)
+
+
+def _sum_of_taps(whole, weight, index, valid):
+    total = jnp.zeros((), jnp.float32)
+    for tap, factor in enumerate(_factors(weight, index, valid)):
+        shifted = jax.lax.slice_in_dim(whole, tap, tap + valid.shape[1], axis=1)
+        total = total + shifted.astype(jnp.float32) * factor
+    return total
+
+
+def _factors(weight, index, valid) -> list[jax.Array]:
+    """Each tap's weight, 0 where its position is of another segment: W times [B, T, D] when fused.
+    weight[tap] meets position t - (W - 1 - tap)."""
     length, width = valid.shape[1], weight.shape[0]
     here = index[:, width - 1 :]
-    total = jnp.zeros((), jnp.float32)
-    for tap in range(width):  # weight[tap] meets position t - (width - 1 - tap)
-        shifted = jax.lax.slice_in_dim(whole, tap, tap + length, axis=1)
-        same = jax.lax.slice_in_dim(index, tap, tap + length, axis=1) == here
-        product = shifted.astype(jnp.float32) * weight[tap].astype(jnp.float32)
-        total = total + jnp.where((same & valid)[..., None], product, 0)
-    return (jax.nn.silu(total) if activation == "silu" else total).astype(whole.dtype)
+    same = [jax.lax.slice_in_dim(index, tap, tap + length, axis=1) == here for tap in range(width)]
+    return [
+        jnp.where((mask & valid)[..., None], weight[tap].astype(jnp.float32), 0)
+        for tap, mask in enumerate(same)
+    ]
+
+
+def _taps_forward(activation, whole, weight, index, valid):
+    return _taps(activation, whole, weight, index, valid), (whole, weight, index, valid)
+
+
+def _taps_backward(activation, saved, d_y):
+    """The sum is formed again: W multiply-adds cost less than keeping it in float32."""
+    whole, weight, index, valid = saved
+    length, width = valid.shape[1], weight.shape[0]
+    d_total = d_y.astype(jnp.float32)
+    if activation == "silu":
+        total = _sum_of_taps(whole, weight, index, valid)
+        gate = jax.nn.sigmoid(total)
+        d_total = d_total * gate * (1 + total * (1 - gate))
+    # Without the barrier XLA forms the sum once a tap.
+    d_total = jax.lax.optimization_barrier(d_total)
+    d_whole = jnp.zeros((), jnp.float32)
+    for tap, factor in enumerate(_factors(weight, index, valid)):
+        around = ((0, 0), (tap, width - 1 - tap), (0, 0))
+        d_whole = d_whole + jnp.pad(d_total * factor, around)
+    ones = _factors(jnp.ones_like(weight[:, :1]), index, valid)
+    d_weight = _weight_gradient(whole, d_total, jnp.concatenate(ones, axis=-1), length)
+    return d_whole.astype(whole.dtype), d_weight.astype(weight.dtype), None, None
+
+
+def _weight_gradient(whole, d_total, masks, length: int):
+    """sum over rows and tokens of whole, tap by tap, times d_total: [W, D]. masks [B, T, W].
+
+    A loop over blocks of tokens with elementwise sums: XLA's sum over leading axes takes over ten
+    times as long on CPU.
+    """
+    rows, width, channels = whole.shape[0], masks.shape[-1], whole.shape[2]
+    block = max(1, 64 // rows)
+    blocks = -(-length // block)
+    d_total, whole, masks = (
+        jnp.pad(x, ((0, 0), (0, blocks * block - length), (0, 0))) for x in (d_total, whole, masks)
+    )
+
+    def step(i, total):
+        taken = jax.lax.dynamic_slice_in_dim(whole, i * block, block + width - 1, axis=1)
+        d = jax.lax.dynamic_slice_in_dim(d_total, i * block, block, axis=1)
+        mask = jax.lax.dynamic_slice_in_dim(masks, i * block, block, axis=1)
+        products = [
+            taken[:, tap : tap + block].astype(jnp.float32) * mask[..., tap, None] * d
+            for tap in range(width)
+        ]
+        return total + jnp.stack(products)
+
+    total = vary(jnp.zeros((width, rows, block, channels)), varying_axes(d_total))
+    return jnp.sum(jax.lax.fori_loop(0, blocks, step, total), (1, 2))
+
+
+_taps.defvjp(_taps_forward, _taps_backward)
 
 
 def _receive_halo(x, tail, segments: Segments, upstream, axis_name):
