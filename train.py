@@ -7,6 +7,7 @@ JAX and what needs it are imported inside functions: a mistake is told at once, 
 start before it is said which devices to use.
 """
 
+import contextlib
 import dataclasses
 import glob
 import importlib.util
@@ -359,8 +360,10 @@ def train(config: Any, flags: Any, signals: Signals) -> int:
     """Builds, resumes, compiles, trains and saves. Returns the exit code."""
     import jax
 
+    from checkpoints.manager import CheckpointError
     from training import loop
     from training.metrics import Writers
+    from training.report import NonFiniteError
 
     name = command_line.config_name(flags["config"].config_filename)
     workdir = flags.workdir or os.path.join("runs", name)
@@ -392,6 +395,12 @@ def train(config: Any, flags: Any, signals: Signals) -> int:
             manager.close()
         parts.goodput.write()
         conclude(parts, step, why, signals, evaluate, writers.say)
+    except Exception as error:
+        # An earlier step's save may be under way. Where another process has died it cannot end.
+        if isinstance(error, NonFiniteError) or jax.process_count() == 1:
+            with contextlib.suppress(CheckpointError):
+                manager.close()
+        raise
     finally:
         writers.close()
         parts.loader.close()
@@ -477,5 +486,14 @@ def conclude(parts: Parts, step: int, why: str, signals: Signals, evaluate: Any,
     say(f"{reason}step {step} is saved in {folder}{on}")
 
 
+def leave(code: int) -> None:
+    """Ends the process. One of several that failed must not wait for the others at the door."""
+    if code and "jax" in sys.modules and sys.modules["jax"].process_count() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    leave(main(sys.argv))

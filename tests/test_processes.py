@@ -1,0 +1,64 @@
+"""Several processes that train together, on one machine: the context axis crosses them."""
+
+import signal
+import socket
+import time
+
+import pytest
+
+from tests.tolerances import RESUMED_ON_ANOTHER_MESH
+from tests.trainer import Running, learning, reports, steps_on_disk, train
+
+MESH = ["--config.mesh.context=4", "--config.eval.batches=2"]
+
+
+def start(workdir, *arguments: str) -> list[Running]:
+    """Two processes of two CPU devices each."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        coordinator = f"--coordinator=localhost:{probe.getsockname()[1]}"
+    return [
+        Running(workdir, *MESH, coordinator, "--processes=2", f"--process_id={i}", *arguments)
+        for i in range(2)
+    ]
+
+
+def test_two_processes_are_one_run(tmp_path):
+    """Losses, validation, one set of reports and one checkpoint, which one process goes on from."""
+    both = start(tmp_path / "two", "--config.train.steps=12")
+    texts = [run.end(0) for run in both]
+    assert "step 12/12" in texts[0] and "step 12/12" not in texts[1], "only the first one reports"
+    train(tmp_path / "one", *MESH, "--config.train.steps=12")
+    one, two = learning(tmp_path / "one"), learning(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for step, values in one.items():
+        assert two[step] == pytest.approx(values, rel=RESUMED_ON_ANOTHER_MESH), step
+    done = train(tmp_path / "two", *MESH, "--config.train.steps=14")
+    assert "resumed from step 12" in done.stdout and steps_on_disk(tmp_path / "two")[-1] == 14
+
+
+@pytest.mark.slow
+def test_one_process_is_told_to_stop_and_both_save_the_same_step(tmp_path):
+    both = start(tmp_path, "--config.train.steps=100000", "--config.eval.every=0")
+    both[0].until("step 5/")
+    both[1].signal(signal.SIGTERM)
+    text = both[0].end(0)
+    both[1].end(0)
+    last = max(reports(tmp_path))
+    assert "stopped by a signal to another process" in text
+    assert steps_on_disk(tmp_path)[-1] == last < 100000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_dies_makes_the_other_stop(tmp_path, victim):
+    both = start(tmp_path, "--config.train.steps=100000", "--config.eval.every=0")
+    both[0].until("step 5/")
+    both[victim].signal(signal.SIGKILL)
+    began = time.monotonic()
+    other = both[1 - victim]
+    for _ in other._read():
+        pass
+    assert other.process.wait() != 0
+    assert time.monotonic() - began < 120, "twice the heartbeat's limit, on a busy machine"
+    both[victim].end(-signal.SIGKILL)
