@@ -31,6 +31,8 @@ KDA_BOUNDS_BFLOAT16 = {"out": 5e-3, "gradient": 1e-2, "decay": 1.5e-2}
 # Identical keys, beta = 1, no decay: each new value is the difference of two rounded ones, so the
 # roundings stay while what they belong to cancels.
 KDA_BOUNDS_NEAR_KEYS = {"out": 3e-2, "gradient": 3e-2, "decay": 3e-2}
+# The same sums in the same order, compiled for other shapes: a rounding or two differ.
+KDA_SAME_ORDER = 5e-7
 # The recurrence in float32 behind the interface: the same formulas in the same order.
 KDA_BOUNDS_RECURRENT = {"out": 5e-6, "gradient": 1e-5, "decay": 1e-5}
 # Short convolution in float32 against float64 sums of W products and a sigmoid.

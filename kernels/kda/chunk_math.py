@@ -116,12 +116,16 @@ def _join(diagonal: jax.Array, cross: jax.Array) -> jax.Array:
     return jnp.concatenate([top, bottom], axis=-2)
 
 
-def below_block(x: jax.Array, n: int) -> jax.Array:
-    """Of [..., C, C], the blocks [..., C / 2n, n, n] where second halves meet first halves."""
-    m = x.shape[-1] // (2 * n)
-    tiles = x.reshape(*x.shape[:-2], m, 2, n, m, 2, n)[..., :, 1, :, :, 0, :]
-    tiles = jnp.moveaxis(jnp.diagonal(tiles, axis1=-4, axis2=-2), -1, -3)
-    return tiles
+def _unjoin(x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """Of [..., C, C], the blocks [..., C / 2n, n, n] where second halves meet first halves, by
+    level, and the diagonal [..., C, 1]: what `_join` joins."""
+    below, x = [], x[..., None, :, :]
+    while x.shape[-1] > 1:
+        n = x.shape[-1] // 2
+        below.append(x[..., n:, :n])
+        pairs = jnp.stack([x[..., :n, :n], x[..., n:, n:]], axis=-3)
+        x = pairs.reshape(*x.shape[:-3], -1, n, n)
+    return below[::-1], x[..., 0]
 
 
 def intra_backward(levels, q, k, beta, d_lower, d_scores, dtype):
@@ -131,12 +135,12 @@ def intra_backward(levels, q, k, beta, d_lower, d_scores, dtype):
     Returns d_q, what `beta k` gets as rows of L, what k gets as columns of both, and what the log
     decay gets, each [..., C, K].
     """
-    own = jnp.diagonal(d_scores, axis1=-2, axis2=-1)[..., None]
+    (d_lowers, _), (d_crosses, own) = _unjoin(d_lower), _unjoin(d_scores)
     d_q, d_rows, d_columns, d_a = own * k, jnp.zeros_like(k), own * q, jnp.zeros_like(k)
-    for level in levels:
+    for level, lower, cross in zip(levels, d_lowers, d_crosses):
         n = level.n
         rows, columns = level_operands(level, q, beta * k, k)
-        d_both = jnp.concatenate([below_block(d_lower, n), below_block(d_scores, n)], axis=-2)
+        d_both = jnp.concatenate([lower, cross], axis=-2)
         to_rows, to_columns = dot(d_both, columns, "ab", dtype), dot(d_both, rows, "aa", dtype)
         shares = jnp.concatenate(
             [
@@ -155,10 +159,10 @@ def intra_backward(levels, q, k, beta, d_lower, d_scores, dtype):
 def _sum_straddling(shares, n: int):
     """What the log decay of each token gets from pairs (j, i) of a block of 2n tokens, j < it <= i.
 
-    shares [..., 2n, K]: of the first half, the sum over pairs of each j; of the second half, of each
-    i. A second-half token is straddled by the pairs whose i is not before it, a first-half token
-    by those whose j is before it. Only pairs that count are added, never subtracted: under strong
-    decay the result is far smaller than what a running sum of all pairs would cancel.
+    shares [..., 2n, K]: of the first half, the sum over pairs of each j; of the second half, of
+    each i. A second-half token is straddled by the pairs whose i is not before it, a first-half
+    token by those whose j is before it. Only pairs that count are added, never subtracted: under
+    strong decay the result is far smaller than what a running sum of all pairs would cancel.
     """
     t = jnp.arange(2 * n)
     token, pair = t[:, None], t[None]
