@@ -65,7 +65,7 @@ def main() -> None:
         print(f"{name:{width}}  {value}")
 
 
-class _NoSaver:
+class NoSaver:
     """The loop without checkpoints."""
 
     def save(self, step, state, score):
@@ -91,7 +91,7 @@ def measure(config, workdir: str, signals: Signals) -> list[tuple[str, str]]:
     began = time.perf_counter()
     job = train.make_job(parts, None, state, 0, signals, writers)
     compilation = time.perf_counter() - began
-    job.saver = _NoSaver()
+    job.saver = NoSaver()
     matmul = [matmul_rate()]
     batch = next(job.batches)
     bare, whole, waits = [], [], []
