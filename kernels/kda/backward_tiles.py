@@ -2,7 +2,7 @@
 
 A chunk's backward has two stages. The chain carries the state's cotangent from chunk to chunk,
 
-    dvn = Aqk^T do + kg dS'      dr = A'^T dvn      dS = exp(G) dS' + (q exp g)^T do - (k exp g)^T dr
+    dvn = Aqk^T do + kg dS'     dr = A'^T dvn     dS = exp(G) dS' + (q exp g)^T do - (k exp g)^T dr
 
 with do already times `scale` and A' = A diag(beta), so that dr = beta dvb carries all factors of
 beta. The local stage takes (dr, dS', S, vn) and yields the gradients. With F = Tril[do vn^T] and
@@ -10,10 +10,11 @@ M = -StrictTril[dr vn^T], restricted to a level n (pair_tiles.py), it is one pro
 
     [F 0; M 0; M^T F^T] @ [k E_n; q E_n]        rows: dq, dk as a query, dk as a key
 
-whose masks lie on the left operand only, its rows times E_n. A pair's share of d decay goes to every
-decay between the two: with the query rows' shares q dq + k dk this is a sum ahead to the start of the
-query's block of n, with the key rows' k dk one back from its end (`straddle_table`). The usual reverse
-sum of q dq + k (dk_row - dk_col) cancels all pairs behind t, and bfloat16 leaves their rounding.
+whose masks lie on the left operand only, its rows times E_n. A pair's share of d decay belongs to
+every decay between the two: of the query rows' shares q dq + k dk this makes a sum ahead to the
+start of the query's block of n, of the key rows' k dk one back from its end (`straddle_table`). The
+usual reverse sum of q dq + k (dk_row - dk_col) cancels all pairs behind t, and in bfloat16 their
+rounding stays.
 
 Gradients of beta need no product of their own: vn = beta e
 with e the delta rule's error, and d beta = dvb . e, so d beta = (dr . vn) / beta^2 (tiles.py keeps
@@ -102,7 +103,7 @@ def tiles8(x: Array) -> list[Array]:
 
 
 def transpose_tokens(upper: Array, lower: Array) -> tuple[Array, Array]:
-    """Two matrices between tokens [C, 2C] (lanes (head, j)) -> each head's transpose, lanes (head, i).
+    """Two matrices between tokens [C, 2C], lanes (head, j) -> their transposes, lanes (head, i).
 
     Both go through one full [2C, 2C] transpose.
     """
@@ -187,7 +188,7 @@ def local(unit: Unit, table: Array, straddle: Array) -> Generator[None, None, Gr
 
 
 def signed_level_table() -> Array:
-    """[C, 2C] float32, lanes (head, j): the level of (i, j), negative where j > i, 0 where i = j."""
+    """[C, 2C] float32, lanes (head, j): the level of (i, j), negative if j > i, 0 if i = j."""
     i = jax.lax.broadcasted_iota(jnp.int32, (C, 2 * C), 0)
     j = jax.lax.broadcasted_iota(jnp.int32, (C, 2 * C), 1) & (C - 1)
     level = jnp.zeros_like(i)
@@ -307,7 +308,7 @@ def bounded_backward(
     return d_x, d_x * y
 
 
-# --- order of emission ------------------------------------------------------------------------------
+# --- order of emission ----------------------------------------------------------------------------
 
 
 def interleave(walks: Sequence[Generator], lag: int) -> None:

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from kernels.kda import backward as backward_kernel
 from kernels.kda.backward import Operands, Outputs
 from kernels.kda.exchange import coordinates
-from kernels.kda.mosaic import (
+from kernels.kda.mosaic_forward import plan_forward
+from kernels.kda.mosaic_layout import (
     flat_heads,
     flat_states,
     gate_rows,
     guarded_beta,
     largest_divisor,
     last_rank,
-    plan_forward,
     rows_states,
     start_states,
     tile_pieces,
@@ -64,9 +64,11 @@ def backward_operands(
         d_exit=d_exit,
         d_finals=d_finals,
         pieces=tile_pieces(plan, segments) if plan.pieces else None,
-        coords=None if plan.line is None else coordinates(plan.line),
+        coords=None,
     )
-    return vary(operands, varying_axes(operands))
+    operands = vary(operands, varying_axes(operands))
+    # The coordinates vary over all mesh axes, the gradients only where these operands do.
+    return operands._replace(coords=None if plan.line is None else coordinates(plan.line))
 
 
 def _exit_cotangents(plan: Plan, segments: Segments, d_final):
