@@ -10,6 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.trainer import Running, learning, reports, steps_on_disk, train
 
+pytestmark = pytest.mark.timeout(3600)  # a run has a limit of its own
+
 NAMES = {
     "learning/loss",
     "learning/bits_per_byte",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SMOKE = "configs/smoke.py"
+LIMIT = 900  # seconds a run may take on a machine that does ten other things; alone it takes ten
 # Compiled programs are kept between runs and between sessions of tests: most of a short run is
 # compilation. JAX's key covers everything that the program depends on.
 CACHE = os.path.join(tempfile.gettempdir(), f"kda-trainer-tests-{os.getuid()}")
@@ -41,7 +42,7 @@ def train(workdir, *arguments: str, code: int = 0, **options) -> subprocess.Comp
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT,
         **options,
     )
     assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -61,7 +62,7 @@ class Running:
             text=True,
         )
         self.lines: list[str] = []
-        self._watchdog = threading.Timer(300, self.process.kill)
+        self._watchdog = threading.Timer(LIMIT, self.process.kill)
         self._watchdog.start()
 
     def _read(self) -> Iterator[str]:
