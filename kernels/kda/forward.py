@@ -67,8 +67,7 @@ class Operands(NamedTuple):
 class Outputs(NamedTuple):
     out: Any  # [heads, T, V]
     states: Any  # V // C arrays [heads, T, K]: rows v = C j .. of chunk n's entry state at C n
-    a: Any  # [pairs, T, 2C]
-    aqk: Any  # [pairs, T, 2C]
+    matrices: Any  # [heads, T, 2C]: of pair p, A diag(beta) at 2p and unscaled q k scores at 2p + 1
     vn: Any  # [heads, T, V], or None
     exit: Any  # [heads, V, K] float32: the state at the rank's end, or None
     finals: Any  # [heads, max_segments, V, K] float32, or None
@@ -114,8 +113,7 @@ def _output_shapes(plan: Plan, operands: Operands) -> Outputs:
     return Outputs(
         out=like((h, t, v)),
         states=tuple(like((h, t, k)) for _ in range(v // C)),
-        a=like((h // 2, t, 2 * C)),
-        aqk=like((h // 2, t, 2 * C)),
+        matrices=like((h, t, 2 * C)),
         vn=like((h, t, v)) if save else None,
         exit=None if wanted is FinalState.NONE else like((h, v, k), jnp.float32),
         finals=like((h, plan.problem.max_segments, v, k), jnp.float32)
@@ -154,8 +152,7 @@ def _local_buffers(plan: Plan, lanes: int) -> dict[str, Any]:
         "decay": _two(plan, h, t, k, dtype=plan.decay_dtype),
         "rows": _two(plan, plan.chunks, plan.group, 2 * C, dtype=jnp.float32),
         "columns": _two(plan, t, lanes, dtype=jnp.float32),
-        "a": _two(plan, plan.group, t, 2 * C),
-        "aqk": _two(plan, plan.group, t, 2 * C),
+        "matrices": _two(plan, h, t, 2 * C),
         "loaded": pltpu.SemaphoreType.DMA((2,)),
         "stored": pltpu.SemaphoreType.DMA((2,)),
     }
@@ -181,7 +178,7 @@ def _state_buffers(plan: Plan) -> dict[str, Any]:
         buffers["relay"] = relay_scratch(jax.ShapeDtypeStruct((h, v, k), jnp.float32))
     if plan.wave:
         buffers |= {x: _two(plan, h, t, k) for x in ("p", "qg", "kg")}
-        buffers |= {x: _two(plan, pairs, t, 2 * C) for x in ("a", "aqk")}
+        buffers["matrices"] = _two(plan, h, t, 2 * C)
         buffers["total"] = _two(plan, chunks, h, k, dtype=jnp.float32)
         buffers["loaded"] = pltpu.SemaphoreType.DMA((2,))
         buffers["stored"] = pltpu.SemaphoreType.DMA((2,))
@@ -235,7 +232,7 @@ def _walk(groups: int, steps: int, loads: Loads, stores: Stores, step, enter=Non
 def _fused(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any], relay) -> None:
     view = Views(plan.group, plan.chunks, plan.steps)
     loads = [*_local_loads(plan, ops, s, view), (view.heads(ops.v), s["v"])]
-    stores = [(view.pairs(outs.a), s["a"]), (view.pairs(outs.aqk), s["aqk"])]
+    stores = [(view.heads(outs.matrices), s["matrices"])]
     stores += _state_stores(outs, s, view)
     _walk(
         plan.groups,
@@ -259,7 +256,7 @@ def _local_phase(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any]) ->
         g, j = divided(at, plan.steps)
         return outs.totals.at[pl.ds(g * share, share), pl.ds(j * plan.chunks, plan.chunks)]
 
-    stores = [(view.pairs(outs.a), s["a"]), (view.pairs(outs.aqk), s["aqk"])]
+    stores = [(view.heads(outs.matrices), s["matrices"])]
     stores += [(view.heads(ref), s[name]) for name, ref in parked.items()]
     stores.append((totals, s["total"]))
 
@@ -290,7 +287,7 @@ def _state_phase(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any], re
         g, j = divided(at, steps)
         return outs.totals.at[g, pl.ds(j * plan.wave_chunks, plan.wave_chunks)]
 
-    loads = [(view.pairs(outs.a), s["a"]), (view.pairs(outs.aqk), s["aqk"])]
+    loads = [(view.heads(outs.matrices), s["matrices"])]
     loads += [(view.heads(ref), s[name]) for name, ref in _parked(outs).items()]
     loads += [(totals, s["total"]), (view.heads(ops.v), s["v"])]
 
@@ -335,15 +332,6 @@ class Views:
         def view(at):
             g, tokens = self._place(at)
             return ref.at[pl.ds(g * 2 * self._group, 2 * self._group), tokens]
-
-        return view
-
-    def pairs(self, ref: Ref):
-        """Of [pairs, T, D]."""
-
-        def view(at):
-            g, tokens = self._place(at)
-            return ref.at[pl.ds(g * self._group, self._group), tokens]
 
         return view
 

@@ -44,17 +44,22 @@ def pass_chunk(plan: Plan, s: dict[str, Any], units: list[tiles.Local], slot, c:
 
 def parked_unit(s: dict[str, Any], slot, c: int, p: int) -> tiles.Local:
     """What the local phase left of a unit."""
-    tokens = pl.ds(c * C, C)
     p_, qg, kg = (pair_of_heads(s[x], slot, c, p) for x in ("p", "qg", "kg"))
     total = [s["total"][slot, c, h : h + 1] for h in (2 * p, 2 * p + 1)]
-    a, aqk = s["a"][slot, p, tokens], s["aqk"][slot, p, tokens]
+    a, aqk = get_matrices(s, slot, c, p)
     return tiles.Local(a, aqk, p_, qg, kg, jnp.concatenate(total, axis=1))
 
 
 def put_matrices(s: dict[str, Any], slot, units, locals_: list[tiles.Local]) -> None:
     for (c, p), unit in zip(units, locals_):
-        s["a"][slot, p, pl.ds(c * C, C)] = unit.a
-        s["aqk"][slot, p, pl.ds(c * C, C)] = unit.aqk
+        s["matrices"][slot, 2 * p, pl.ds(c * C, C)] = unit.a
+        s["matrices"][slot, 2 * p + 1, pl.ds(c * C, C)] = unit.aqk
+
+
+def get_matrices(s: dict[str, Any], slot, c: int, p: int) -> tuple[jax.Array, jax.Array]:
+    """(A diag(beta), unscaled scores of q with k) [C, 2C] of a unit."""
+    tokens = pl.ds(c * C, C)
+    return s["matrices"][slot, 2 * p, tokens], s["matrices"][slot, 2 * p + 1, tokens]
 
 
 def local_work(plan: Plan, tile: Tile, s: dict[str, Any], units) -> list[tiles.Local]:
@@ -122,8 +127,7 @@ def _pieces(plan, ops, outs, s, tile: Tile, g, n, slot, c: int) -> None:
         here, keep = [], []
         for p, ladder in zip(pairs, tiles.decay_ladders(decays, s["sums"][...])):
             local = tiles.entry_factors(tile.query(c, p), tile.key(c, p), ladder, plan.dtype)
-            local.a = s["a"][slot, p, pl.ds(c * C, C)]
-            local.aqk = s["aqk"][slot, p, pl.ds(c * C, C)]
+            local.a, local.aqk = get_matrices(s, slot, c, p)
             here.append(local)
             mine = tile.of_rows("piece", c, p, plan.values) == i
             keep.append(mine.astype(jnp.float32))

@@ -32,7 +32,7 @@ WAVE = 4  # head pairs in lockstep where states pass between ranks: a message is
 
 
 def forward(problem: Problem, inputs: Inputs, segments: Segments):
-    """See problem.py. Residuals: (operands, outputs) of the kernel that the backward reads."""
+    """See problem.py. Residuals: what of `forward.Outputs` the backward reads."""
     plan = plan_forward(problem, inputs)
     operands = forward_operands(plan, inputs, segments)
     outputs = forward_kernel.run(plan, operands)
@@ -40,7 +40,7 @@ def forward(problem: Problem, inputs: Inputs, segments: Segments):
     values = inputs.v.shape[-1]
     out = outputs.out[: rows * heads].reshape(rows, heads, length, -1)[..., :values]
     final = _final(plan, inputs, segments, operands, outputs)
-    residuals = (outputs.states, outputs.a, outputs.aqk, outputs.vn)
+    residuals = (outputs.states, outputs.matrices, outputs.vn)
     return out, final, residuals
 
 

@@ -232,8 +232,15 @@ def level_operands(q: Array, k: Array, ladder: Ladder, n: int, dtype) -> tuple[A
     else:
         p, suffix = ladder.later[n]
         left = jnp.concatenate([rows_of(q, n, 1) * p, rows_of(k, n, 1) * p], axis=0).astype(dtype)
-        right = (k * suffix).astype(dtype)
+        right = _even_rows_product(k, suffix, n).astype(dtype)
     return left, stack_heads(right)
+
+
+def _even_rows_product(x: Array, y: Array, n: int) -> Array:
+    """x * y in even blocks of n rows, 0 in odd ones."""
+    zero = jnp.zeros_like(x[:n])
+    halves = [(x[s : s + n] * y[s : s + n], zero) for s in range(0, C, 2 * n)]
+    return jnp.concatenate([half for pair in halves for half in pair], axis=0)
 
 
 def scores(
