@@ -12,7 +12,7 @@ from kernels.kda import kda
 from kernels.segments import plan_segments
 from kernels.select import choose
 from tests.kda_cases import TOKENS, check, error, ids_of, make_case, oracle, run
-from tests.tolerances import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32
+from tests.tolerances import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32, KDA_SAME_ORDER
 
 B, H, T, K, V = 2, 3, 10, 4, 5
 
@@ -103,15 +103,11 @@ def test_defaults():
     """No segments: a row is one segment, also for final_state="all"; the scale is K^-1/2."""
     case = make_case(np.ones((1, 40), np.int32), final="last")
     tokens = [case.arrays[n] for n in TOKENS]
-    out, last = kda(*tokens, final_state="last")
-    given, every = kda(
-        *tokens, segments((1, 40), max_segments=1), final_state="all", scale=0.25,
-        implementation="chunked",
-    )  # fmt: skip
-    np.testing.assert_array_equal(out, given)
-    np.testing.assert_array_equal(last, every[:, 0])
-    _, alone = kda(*tokens, final_state="all")
-    np.testing.assert_array_equal(alone, every)
+    out, every = jax.jit(lambda *x: kda(*x, qk_l2norm=True, final_state="all"))(*tokens)
+    given = run(case, scale=0.25)
+    assert error(out, given.out) < KDA_SAME_ORDER
+    assert every.shape == (1, 1, 2, 16, 16)
+    assert error(every[:, 0], given.final) < KDA_SAME_ORDER
 
 
 def test_rows_with_more_segments_than_the_bound_are_nan():
