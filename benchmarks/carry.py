@@ -1,0 +1,145 @@
+"""What carrying the state across rows buys on documents longer than a row, and what it costs.
+
+    python benchmarks/carry.py [--config.train.steps=300 ...]
+
+The main config is trained twice from one seed on the same batches, with config.model.carry on and
+off. Both models then read the same validation documents; bits per byte are told apart by whether a
+byte lies in its document's first row of tokens or beyond it. Step times of the two compiled steps are
+taken in turns.
+"""
+
+import dataclasses
+import datetime
+import os
+import platform
+import statistics
+import sys
+import tempfile
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import train
+from benchmarks.train_step import NoSaver, bare_steps
+from configs import base
+from configs import flags as command_line
+from training.signals import Signals
+
+MAIN_CONFIG = os.path.join(os.path.dirname(base.__file__), "kda_cp4.py")
+TURNS = 5
+
+
+def main() -> None:
+    """Prints one table."""
+    signals = Signals()
+    config, flags = command_line.parse([sys.argv[0], f"--config={MAIN_CONFIG}", *sys.argv[1:]])
+    base.check(config)
+    train.start_jax(config, flags)
+    trained = [trained_model(config, carry, signals) for carry in (True, False)]
+    for _ in range(TURNS):
+        for model in trained:
+            model.job.state, seconds = bare_steps(model.job, model.batch)
+            model.seconds.append(seconds)
+    print(f"{platform.machine()}, {os.cpu_count()} cores, {datetime.date.today()}")
+    print(f"{config.train.steps} steps of {config.data.rows} x {config.data.sequence_length} tokens")
+    print(f"{'':42}{'carry':>10}{'no carry':>10}")
+    for name, values in rows(trained):
+        print(f"{name:42}" + "".join(f"{value:>10}" for value in values))
+
+
+@dataclasses.dataclass
+class Trained:
+    """A model after its training, with what is still to be asked of it."""
+
+    job: object  # training.loop.Job
+    batch: object  # one training batch
+    bits: dict[str, float]  # validation bits a byte by place
+    peak_bytes: int | None
+    carried_bytes: int
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+
+def trained_model(config, carry: bool, signals: Signals) -> Trained:
+    """Trains the config, with or without carry, and evaluates it by place."""
+    import jax
+
+    from training import loop
+    from training.metrics import Writers
+    from training.report import compiled_peak_bytes
+    from training.state import init_state
+
+    config = config.copy_and_resolve_references()
+    with config.unlocked():
+        config.model.carry = carry
+        config.eval.every = config.checkpoint.every = 0
+    with tempfile.TemporaryDirectory() as workdir:
+        parts = train.build(config, workdir)
+        writers = Writers(workdir, 0, config.train.steps)
+        data, options = config.data, config.train
+        state = init_state(
+            parts.model, parts.mesh, parts.optimizer, data.rows, options.spike_window, options.seed
+        )
+        carried = sum(x.nbytes for x in jax.tree.leaves(state.carry))
+        job = train.make_job(parts, None, state, 0, signals, writers)
+        job.saver = NoSaver()
+        loop.run(job)
+        writers.close()
+    batch = next(iter(parts.loader))
+    bits = {
+        place: evaluate(parts, job.state.params, keep)
+        for place, keep in {
+            "all": lambda positions: positions >= 0,
+            "first row": lambda positions: positions < data.sequence_length,
+            "beyond": lambda positions: positions >= data.sequence_length,
+        }.items()
+    }
+    parts.loader.close()
+    peak = compiled_peak_bytes(job.step)
+    return Trained(job, batch, bits, peak, carried)
+
+
+class Masked:
+    """Batches of which only some targets count, chosen by their positions in their documents."""
+
+    def __init__(self, batches, keep):
+        self._batches, self._keep = batches, keep
+
+    def __iter__(self):
+        for batch in self._batches:
+            kept = self._keep(batch.positions)
+            yield batch._replace(
+                loss_weights=batch.loss_weights * kept, target_bytes=batch.target_bytes * kept
+            )
+
+
+def evaluate(parts, params, keep) -> float:
+    """Validation bits a byte at the positions that `keep` says."""
+    from training.evaluate import Evaluator
+
+    batches = Masked(parts.validation, keep)
+    evaluator = Evaluator(
+        parts.model,
+        parts.mesh,
+        batches,
+        parts.config.data.rows,
+        parts.goodput,
+        reads_bytes=False,
+    )
+    return evaluator(params)["eval/bits_per_byte"]
+
+
+def rows(trained: list[Trained]) -> list[tuple[str, list[str]]]:
+    """(what, a figure for each model)."""
+    places = {
+        "all": "validation bits/byte, all positions",
+        "first row": "  in the first row of a document",
+        "beyond": "  beyond the first row",
+    }
+    table = [(text, [f"{m.bits[place]:.4f}" for m in trained]) for place, text in places.items()]
+    table.append(("bare step, s", [f"{statistics.median(m.seconds):.3f}" for m in trained]))
+    table.append(("compiled peak, MB a device", [f"{m.peak_bytes / 1e6:.2f}" for m in trained]))
+    table.append(("carried state, MB in all", [f"{m.carried_bytes / 1e6:.2f}" for m in trained]))
+    return table
+
+
+if __name__ == "__main__":
+    main()
