@@ -4,8 +4,8 @@
 
 The main config is trained twice from one seed on the same batches, with config.model.carry on and
 off. Both models then read the same validation documents; bits per byte are told apart by whether a
-byte lies in its document's first row of tokens or beyond it. Step times of the two compiled steps are
-taken in turns.
+byte lies in its document's first row of tokens or beyond it. The two compiled steps are timed in
+turns.
 """
 
 import dataclasses
@@ -40,9 +40,10 @@ def main() -> None:
             model.job.state, seconds = bare_steps(model.job, model.batch)
             model.seconds.append(seconds)
     print(f"{platform.machine()}, {os.cpu_count()} cores, {datetime.date.today()}")
-    print(f"{config.train.steps} steps of {config.data.rows} x {config.data.sequence_length} tokens")
+    rows, length = config.data.rows, config.data.sequence_length
+    print(f"{config.train.steps} steps of {rows} x {length} tokens")
     print(f"{'':42}{'carry':>10}{'no carry':>10}")
-    for name, values in rows(trained):
+    for name, values in table(trained):
         print(f"{name:42}" + "".join(f"{value:>10}" for value in values))
 
 
@@ -127,18 +128,18 @@ def evaluate(parts, params, keep) -> float:
     return evaluator(params)["eval/bits_per_byte"]
 
 
-def rows(trained: list[Trained]) -> list[tuple[str, list[str]]]:
+def table(trained: list[Trained]) -> list[tuple[str, list[str]]]:
     """(what, a figure for each model)."""
     places = {
         "all": "validation bits/byte, all positions",
         "first row": "  in the first row of a document",
         "beyond": "  beyond the first row",
     }
-    table = [(text, [f"{m.bits[place]:.4f}" for m in trained]) for place, text in places.items()]
-    table.append(("bare step, s", [f"{statistics.median(m.seconds):.3f}" for m in trained]))
-    table.append(("compiled peak, MB a device", [f"{m.peak_bytes / 1e6:.2f}" for m in trained]))
-    table.append(("carried state, MB in all", [f"{m.carried_bytes / 1e6:.2f}" for m in trained]))
-    return table
+    lines = [(text, [f"{m.bits[place]:.4f}" for m in trained]) for place, text in places.items()]
+    lines.append(("bare step, s", [f"{statistics.median(m.seconds):.3f}" for m in trained]))
+    lines.append(("compiled peak, MB a device", [f"{m.peak_bytes / 1e6:.2f}" for m in trained]))
+    lines.append(("carried state, MB in all", [f"{m.carried_bytes / 1e6:.2f}" for m in trained]))
+    return lines
 
 
 if __name__ == "__main__":
