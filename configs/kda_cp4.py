@@ -9,7 +9,7 @@ from configs import base
 
 
 def get_config():
-    """Four layers of width 256 on rows of 2048 tokens, each cut over four devices."""
+    """Four layers of width 256; two streams of rows of 1024 tokens, each cut over four devices."""
     config = base.get_config()
     with config.unlocked():
         config.mesh.context = 4
