@@ -1,0 +1,131 @@
+"""The TPU kernels compile for every chip and number of ranks, forward and gradient, without a TPU.
+
+libtpu's compiler is the real one, so what Mosaic does not lower, and VMEM that does not suffice,
+show here. Sizes are small where nothing depends on them: compile time grows with heads and tiles in
+lockstep.
+"""
+
+import os
+
+os.environ.update(
+    TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
+)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.schedule import weigh
+from kernels.kda import kda
+from kernels.segments import plan_segments
+
+V7X, V6E, V5P, V5E = "tpu7x:2x2x1", "v6e:2x2", "v5p:2x2x1", "v5e:2x2"
+
+
+def compiled(topology, ranks, *, gradient=True, heads=2, rows=1, length=128, dtype=jnp.bfloat16,
+             gate="softplus", slots=1, start=False, final="last", keys=128,
+             values=128):  # fmt: skip
+    """HLO text of kda, or of its value and gradients, with `length` tokens a rank."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = Mesh(np.array(devices[:ranks]).reshape(1, ranks), ("data", "context"))
+    tokens, f32 = length * ranks, jnp.float32
+    lead = (rows, heads, tokens)
+    arrays = {
+        "q": ((*lead, keys), dtype, P(None, None, "context")),
+        "k": ((*lead, keys), dtype, P(None, None, "context")),
+        "v": ((*lead, values), dtype, P(None, None, "context")),
+        "decay": ((*lead, keys), dtype, P(None, None, "context")),
+        "beta": (lead, f32, P(None, None, "context")),
+        "segment_ids": ((rows, tokens), jnp.int32, P(None, "context")),
+    }
+    if slots:
+        arrays["initial_state"] = ((rows, slots, heads, keys, values), f32, P())
+    if start:
+        arrays["start_state"] = ((heads, keys, values), f32, P())
+    if gate != "given":
+        arrays |= {"a_log": ((heads,), f32, P()), "dt_bias": ((heads, keys), f32, P())}
+    lower = -5.0 if gate == "bounded" else None
+
+    def attend(given):
+        given = dict(given)
+        segments = plan_segments(given.pop("segment_ids"), axis_name="context", max_segments=3)
+        return kda(**given, segments=segments, final_state=final, lower_bound=lower,
+                   qk_l2norm=True, axis_name="context")  # fmt: skip
+
+    def run(given):
+        if not gradient:
+            return jax.tree.leaves(attend(given))
+        ids = given.pop("segment_ids")
+        out, pull = jax.vjp(lambda x: attend(x | {"segment_ids": ids}), given)
+        return out, pull(out)
+
+    specs = {name: spec for name, (_, _, spec) in arrays.items()}
+    out_spec = P(None, None, "context")
+    states = () if final == "none" else (P(),)
+    grads = {name: spec for name, spec in specs.items() if name != "segment_ids"}
+    outs = (out_spec, *states) if final != "none" else (out_spec, None)
+    out_specs = (outs, (grads,)) if gradient else [out_spec, *states]
+    fn = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=out_specs)
+    args = {
+        name: jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(mesh, spec))
+        for name, (shape, kind, spec) in arrays.items()
+    }
+    return jax.jit(fn).lower(args).compile().as_text()
+
+
+def kernels_in(hlo):
+    calls = [line for line in hlo.splitlines() if "tpu_custom_call" in line]
+    return [sum(name in line.split("=")[0] for line in calls) for name in ("forward", "backward")]
+
+
+@pytest.mark.parametrize(
+    ("topology", "ranks"), [(V7X, 2), (V7X, 4), (V7X, 8), (V6E, 4), (V5P, 4), (V5E, 4)]
+)
+def test_chips_and_ranks(topology, ranks):
+    """One kernel forward and one backward, chosen by the mesh's devices."""
+    assert kernels_in(compiled(topology, ranks)) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gate": "bounded", "dtype": jnp.float32},
+        {"gate": "given", "slots": 0, "final": "none"},
+        {"slots": 3, "start": True, "final": "all"},
+        {"keys": 256, "values": 128},
+        {"keys": 64, "values": 200, "heads": 3},
+        {"heads": 1, "length": 64},
+    ],
+    ids=["float32", "plain", "all states", "wide keys", "padded", "one head"],
+)
+def test_options(options):
+    assert kernels_in(compiled(V7X, 2, **options)) == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", [V7X, V6E, V5P, V5E])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_real_sizes(topology, dtype):
+    """32 heads of one row: the most head pairs in lockstep, so the most VMEM."""
+    text = compiled(topology, 1, heads=32, length=1024, dtype=dtype)
+    assert kernels_in(text) == [1, 1]
+    text = compiled(topology, 4, heads=8, rows=2, length=512, dtype=dtype)
+    assert kernels_in(text) == [1, 1]
+
+
+def test_bundles_count_loops_by_their_trips():
+    test = "/* loop exit test */"
+    lines = [
+        "     0   : { %0 = a }",
+        "   0x1 LB: > { %1 = b }",
+        "   0x2   : > { }",
+        "   0x3 LB: > > { %2 = c }",
+        f"   0x4   : > > {{ %p = scmp.ge.s32.totalorder %s, 5 {test} }}",
+        f"   0x5   : > {{ %q = scmp.ge.s32.totalorder %s, 10 {test} }}",
+        "   0x6   : { %3 = d }",
+    ]
+    assert weigh(lines) == 1 + 10 * (3 + 5 * 2) + 1
