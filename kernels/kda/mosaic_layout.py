@@ -113,8 +113,8 @@ def token_columns(plan: Plan, beta: jax.Array, segments: Segments) -> jax.Array:
     return jnp.concatenate(parts, axis=-1)
 
 
-def rows_of_groups(plan: Plan, rows: int) -> list[list[int]]:
-    """[groups, group rows]: the batch's row behind each row that a group's columns name."""
+def rows_of_groups(plan: Plan, rows: int) -> jax.Array:
+    """[groups, group rows] int32: the batch's row behind each row that a group's columns name."""
     firsts = [plan.row_of_head.index(r) for r in range(plan.group_rows)]
     heads = [[g * plan.group_heads + i for i in firsts] for g in range(plan.groups)]
     table = [[min(h // plan.heads_a_row, rows - 1) for h in group] for group in heads]
@@ -136,6 +136,7 @@ def gate_rows(plan: Plan, inputs: Inputs) -> jax.Array | None:
     """[2, groups, group heads, K] float32: exp(a_log) and dt_bias of every flattened head."""
     if plan.problem.gate is Gate.GIVEN:
         return None
+    assert inputs.a_log is not None and inputs.dt_bias is not None
     rows, heads, _, keys = inputs.q.shape
     rate = jnp.broadcast_to(jnp.exp(inputs.a_log)[:, None], (heads, keys))
     both = jnp.broadcast_to(jnp.stack([rate, inputs.dt_bias])[:, None], (2, rows, heads, keys))

@@ -1,27 +1,28 @@
 """What happens inside a chunk, as pure functions that both TPU kernels call.
 
-A *unit* is one chunk (C = 64 tokens) of one pair of heads. The two heads lie side by side on lanes:
-tokens are rows, so q is [C, 2K] and a matrix between tokens (L, A, Aqk) is [C, 2C], lanes (head, j).
-A product for both heads at once takes the block-diagonal form of its right operand
+A *unit* is one chunk (C = 64 tokens) of one pair of heads. The two heads lie side by side on
+lanes: tokens are rows, so q is [C, 2K] and a matrix between tokens (L, A, Aqk) is [C, 2C], lanes
+(head, j). A product for both heads at once takes the block-diagonal form of its right operand
 (`stack_heads`), which fills the lanes and the MXU's depth.
 
 Every function takes lists with one entry a unit and emits each dependent step for all units before
 the next step (breadth first): a product's latency is about 125 bundles, and the compiler schedules
 near the order in which it reads. This order is the largest lever there is, see NOTES.md.
 
-No exponent is a difference of sums. With n = 1, 2, 4, ... 32, a token pair (i, j), i > j, belongs to
-level n = the highest set bit of i ^ j: i lies in the second, j in the first half of one block of 2n
-tokens. Then exp(g_i - g_j) = P_n[i] Q_n[j] with
+No exponent is a difference of sums. With n = 1, 2, 4, ... 32, a token pair (i, j), i > j, belongs
+to level n = the highest set bit of i ^ j: i lies in the second, j in the first half of one block of
+2n tokens. Then exp(g_i - g_j) = P_n[i] Q_n[j] with
 
     P_n[i] = exp(sum of a from the start of i's n-block to i)      Q_n[j] = exp(sum of a after j to
                                                                    the end of j's n-block)
 
-all of them sums of numbers <= 0. So nothing overflows, a decay of `RESET` (-1e30) makes every factor
-across that token exactly 0, and a prefix never sees what follows it.
+all of them sums of numbers <= 0. So nothing overflows, a decay of `RESET` (-1e30) makes every
+factor across that token exactly 0, and a prefix never sees what follows it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -169,7 +170,7 @@ class Ladder:
 def decay_ladders(decays: Sequence[Array], table: Array) -> list[Ladder]:
     """Factors of all levels from log decays [C, 2K].
 
-    `table` is `sum_table(1)` for bfloat16 decays (one exact product) and `sum_table(3)` for float32.
+    `table` is `sum_table(1)` for bfloat16 decays (one exact product), else `sum_table(3)`.
     """
 
     def parts(a: Array) -> Array:
@@ -249,31 +250,22 @@ def scores(
     ladders: Sequence[Ladder],
     table: Array,
     dtype,
-    ahead: int = 3,
 ) -> tuple[list[Array], list[Array]]:
     """Decayed scores of float32 q, k [C, 2K]: (q k^T with its diagonal, k k^T without), [C, 2C].
 
-    Unscaled, 0 above the diagonal. The operands of a level are emitted `ahead` levels before its
-    product. `table` is `level_table()`.
+    Unscaled, 0 above the diagonal. `table` is `level_table()`.
     """
-    units = range(len(queries))
-    products = [[q * k for q, k in zip(queries, keys)]]
-    diagonal = [_diagonal(x, table) for x in products[0]]
-    qk = [[d[s : s + 8] for s in range(0, C, 8)] for d in diagonal]
-    kk = [[jnp.zeros((8, 2 * C), jnp.float32)] * (C // 8) for _ in units]
-    waiting = []
-    for step in range(len(LEVELS) + ahead):
-        if step < len(LEVELS):
-            n = LEVELS[step]
-            waiting.append(
-                [level_operands(queries[u], keys[u], ladders[u], n, dtype) for u in units]
-            )
-        if step >= ahead:
-            n = LEVELS[step - ahead]
-            found = [dot(left, right, (1, 1)) for left, right in waiting[step - ahead]]
-            for u in units:
-                _place(found[u], n, table, qk[u], kk[u])
-    return [jnp.concatenate(x, axis=0) for x in qk], [jnp.concatenate(x, axis=0) for x in kk]
+    tiles = range(0, C, 8)
+    qk = [_diagonal(q * k, table) for q, k in zip(queries, keys)]
+    qk_tiles = [[x[s : s + 8] for s in tiles] for x in qk]
+    kk_tiles = [[jnp.zeros((8, 2 * C), jnp.float32) for _ in tiles] for _ in qk]
+    for n in LEVELS:
+        operands = [level_operands(*unit, n, dtype) for unit in zip(queries, keys, ladders)]
+        found = [dot(left, right, (1, 1)) for left, right in operands]
+        for x, a, b in zip(found, qk_tiles, kk_tiles):
+            _place(x, n, table, a, b)
+    join = lambda units: [jnp.concatenate(x, axis=0) for x in units]  # noqa: E731
+    return join(qk_tiles), join(kk_tiles)
 
 
 def _diagonal(product: Array, table: Array) -> Array:
@@ -401,12 +393,12 @@ def _refine(lowers: Sequence[Array], xs: Sequence[Array], eye: Array) -> list[Ar
 class Local:
     """What the state pass needs of one unit; matrices in the compute dtype.
 
-    a: A diag(beta) [C, 2C]; aqk: unscaled scores of q with k [C, 2C]; p: k exp(g), qg: q exp(g),
-    kg: k exp(G - g) [C, 2K]; total: exp(G) [1, 2K] float32.
+    a: A diag(beta) [C, 2C]; aqk: unscaled scores of q with k [C, 2C], both filled in last; p: k
+    exp(g), qg: q exp(g), kg: k exp(G - g) [C, 2K]; total: exp(G) [1, 2K] float32.
     """
 
-    a: Array | None
-    aqk: Array | None
+    a: Any
+    aqk: Any
     p: Array
     qg: Array
     kg: Array

@@ -91,7 +91,7 @@ class Tile:
     [heads, T, .], rows, columns); g: the group; slot: the buffers' slot.
     """
 
-    def __init__(self, plan: Plan, gate: Ref | None, s: dict[str, Any], g, slot):
+    def __init__(self, plan: Plan, gate: Ref, s: dict[str, Any], g, slot):
         self._plan, self._gate, self._s, self._g, self._slot = plan, gate, s, g, slot
         self._wide: dict = {}
 
@@ -141,10 +141,12 @@ class Tile:
 
     def gate_rows(self, p: int) -> tuple[jax.Array, jax.Array]:
         """(exp(a_log), dt_bias) [1, 2K] of a pair."""
-        return tuple(
-            jnp.concatenate([self._gate[i, self._g, h : h + 1] for h in (2 * p, 2 * p + 1)], axis=1)
-            for i in (0, 1)
-        )
+
+        def wide(i: int) -> jax.Array:
+            rows = [self._gate[i, self._g, h : h + 1] for h in (2 * p, 2 * p + 1)]
+            return jnp.concatenate(rows, axis=1)
+
+        return wide(0), wide(1)
 
     def raw_decay(self, c: int, p: int) -> jax.Array:
         """Log decay before padding and segments: as given, or by its gate in float32."""
@@ -155,6 +157,7 @@ class Tile:
         x = x.astype(jnp.float32)
         if problem.gate is Gate.SOFTPLUS:
             return tiles.softplus_gate(x, rate, bias)
+        assert problem.lower_bound is not None
         return tiles.bounded_gate(x, rate, bias, problem.lower_bound)
 
     def decay(self, c: int, p: int) -> jax.Array:
