@@ -12,7 +12,6 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.kda import mosaic_backward
 from tests import kda_cases
 from tests.kda_cases import TOKENS, check, ids_of, make_case, oracle
 from tests.tolerances import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32, KDA_BOUNDS_NEAR_KEYS
@@ -91,7 +90,7 @@ def test_packed_bounded_with_all_states(dtype):
         [(64, 1), (1, 2), (1, 3), (69, 4), (37, 0)],
     )
     case = case_of(
-        ids, heads=1, dtype=dtype, gate="bounded", slots=2, start=True, final="all",
+        ids, heads=3, dtype=dtype, gate="bounded", slots=2, start=True, final="all",
         max_segments=5,
     )  # fmt: skip
     result = run(case)
@@ -99,9 +98,8 @@ def test_packed_bounded_with_all_states(dtype):
     zero_at_padding(case, result)
 
 
-def test_ranks_agree_bit_for_bit(monkeypatch):
+def test_ranks_agree_bit_for_bit():
     """Four ranks, two groups of heads in the relay: the one-device gradients, bit for bit."""
-    monkeypatch.setattr(mosaic_backward, "PAIRS", 1)
     ids = ids_of([(100, 1), (28, 2), (65, 3), (63, 0)])
     case = case_of(ids, heads=4, dtype="bfloat16", slots=1, final="last")
     alone, together = run(case), run(case, ranks=4)

@@ -51,8 +51,7 @@ class Operands(NamedTuple):
     decay: Any  # [heads, T, K]
     d_out: Any  # [heads, T, V]
     states: Any  # V // C arrays [heads, T, K]
-    a: Any  # [pairs, T, 2C]
-    aqk: Any  # [pairs, T, 2C]
+    matrices: Any  # [heads, T, 2C]
     vn: Any  # [heads, T, V], or None: rebuilt
     columns: Any  # [groups, T, lanes] float32
     gate: Any  # VMEM [2, groups, group heads, K] float32, or None
@@ -109,7 +108,7 @@ def _output_shapes(plan: Plan, operands: Operands) -> Outputs:
         beta=like((plan.groups, t // C, plan.group_heads, C), F32),
         starts=None if operands.starts is None else like(operands.starts.shape, F32),
         gate=None if operands.gate is None else like((2, h, 8, k), F32),
-        kept=None if plan.line is None or _fits_vmem(plan) else _kept_shapes(plan, like),
+        kept=None if plan.line is None or fits_vmem(plan) else _kept_shapes(plan, like),
     )
 
 
@@ -119,7 +118,7 @@ def _kept_shapes(plan: Plan, make) -> tuple[Any, Any]:
     return make((h, t, plan.values)), make((plan.values // C, h, t, plan.keys))
 
 
-def _fits_vmem(plan: Plan) -> bool:
+def fits_vmem(plan: Plan) -> bool:
     """Whether that may stay in VMEM, beside the double buffers and what the compiler spills."""
     shapes = _kept_shapes(plan, lambda shape: shape)
     words = sum(math.prod(shape) for shape in shapes)
@@ -134,8 +133,7 @@ def _aliases(plan: Plan, operands: Operands, shapes: Outputs) -> dict[int, int]:
         (operands.states[1], shapes.k),
         (operands.d_out, shapes.decay),
     ]
-    if operands.vn is not None:
-        wanted.append((operands.vn, shapes.v))
+    wanted.append((operands.matrices if operands.vn is None else operands.vn, shapes.v))
     sources, targets = jax.tree.leaves(operands), jax.tree.leaves(shapes)
 
     def position(leaves, x):
@@ -160,8 +158,7 @@ def _scratch(plan: Plan, operands: Operands) -> dict[str, Any]:
         "decay": two(h, C, k, dtype=operands.decay.dtype),
         "d_out": two(h, C, v),
         "states": two(v // C, h, C, k),
-        "a": two(plan.group, C, 2 * C),
-        "aqk": two(plan.group, C, 2 * C),
+        "matrices": two(h, C, 2 * C),
         "columns": two(C, operands.columns.shape[-1], dtype=F32),
         "d_q": two(h, C, k),
         "d_k": two(h, C, k),
@@ -185,7 +182,7 @@ def _scratch(plan: Plan, operands: Operands) -> dict[str, Any]:
     if plan.line is not None:
         scratch["d_states"] = two(v // C, h, C, k)
         scratch["moved"] = pltpu.SemaphoreType.DMA
-        if _fits_vmem(plan):
+        if fits_vmem(plan):
             kept = _kept_shapes(plan, lambda shape: pltpu.VMEM(shape, dtype))
             scratch |= dict(zip(("kept_dr", "kept_d_states"), kept))
         scratch["relay"] = relay_scratch(jax.ShapeDtypeStruct((h, v, k), F32))
@@ -212,9 +209,9 @@ class _Kernel:
             self._clear_starts()
         both = {"q": ops.q, "k": ops.k, "decay": ops.decay, "d_out": ops.d_out}
         both |= {"columns": ops.columns}
-        chain = {"a": ops.a, "aqk": ops.aqk}
+        chain = {"matrices": ops.matrices}
         local = {"v": ops.v, "states": ops.states}
-        local |= {"a": ops.a} if ops.vn is None else {"vn": ops.vn}
+        local |= {"matrices": ops.matrices} if ops.vn is None else {"vn": ops.vn}
         grads = {"d_q": outs.q, "d_k": outs.k, "d_decay": outs.decay, "d_beta": outs.beta}
         if self.relay is None:
             stores = grads | {"dr": outs.v}
@@ -275,16 +272,15 @@ class _Kernel:
     def _tiles(self, arrays: dict, first) -> list:
         """(view of a step's tile, its double buffer) of each array, steps counted from group
         `first` on."""
-        plan = self.plan
 
         def place(at):
             g, j = divided(at, self.steps)
             return first + g, pl.ds((self.steps - 1 - j) * C, C)
 
-        def view(ref, size):
+        def view(ref):
             def of(at):
                 g, tokens = place(at)
-                return ref.at[pl.ds(g * size, size), tokens]
+                return ref.at[self._heads(g), tokens]
 
             return of
 
@@ -305,14 +301,13 @@ class _Kernel:
                 tiles.append((beta, buffer))
             elif name == "states":
                 parts = enumerate(ref)
-                tiles += [(view(r, plan.group_heads), buffer.at[:, j]) for j, r in parts]
+                tiles += [(view(r), buffer.at[:, j]) for j, r in parts]
             elif name == "d_states":
                 tiles.append((lambda at, ref=ref: ref.at[:, :, place(at)[1]], buffer))
             elif name == "dr" and self.relay is not None:
                 tiles.append((lambda at, ref=ref: ref.at[:, place(at)[1]], buffer))
             else:
-                size = plan.group if name in ("a", "aqk") else plan.group_heads
-                tiles.append((view(ref, size), buffer))
+                tiles.append((view(ref), buffer))
         return tiles
 
     def _left_by_chain(self) -> tuple[Ref, Ref]:

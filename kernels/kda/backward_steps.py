@@ -111,7 +111,7 @@ class Steps:
         """Run the chain; leaves dr and the exit states' cotangents in the units, rounded."""
         carry, dtype = self.s["carry"], self.plan.dtype
         for p, u in enumerate(units):
-            u.a, u.aqk = self.s["a"][slot, p], self.s["aqk"][slot, p]
+            u.a, u.aqk = (self.s["matrices"][slot, 2 * p + i] for i in (0, 1))
             u.d_state = self._pair(carry, p)
         dr, entries = backward_tiles.chain(units)
         for p, u in enumerate(units):
@@ -128,7 +128,7 @@ class Steps:
             values = [self._kept(tile, x, p, piece) for p, x in enumerate(values)]
         if self.ops.vn is None:
             for p, u in enumerate(units):
-                u.a, u.v = self.s["a"][slot, p], values[p]
+                u.a, u.v = self.s["matrices"][slot, 2 * p], values[p]
             values = backward_tiles.rebuild_vn(units)
         for u, x in zip(units, values):
             u.vn = x

@@ -169,11 +169,10 @@ def local(unit: Unit, table: Array, straddle: Array) -> Generator[None, None, Gr
     turned = transpose_tokens(between[:C], between[C:])
     yield
     through = u.total * _sum_rows(u.state * u.d_state)
-    rights = {n: (u.k * e, u.q * e) for n, e in u.levels.items()} | {0: (u.k, u.q)}
-    found = {}
+    found, rights = {}, {}
     for n in (*reversed(LEVELS), 0):
         left = _level_left(n, between[:C], between[C:], *turned, table)
-        k, q = rights[n]
+        k, q = rights[n] = (u.k * u.levels[n], u.q * u.levels[n]) if n else (u.k, u.q)
         found[n] = dot(left, above(stack_heads(k), stack_heads(q)))
         yield
     parts = []

@@ -14,7 +14,6 @@ from kernels.kda.mosaic_layout import (
     flat_states,
     gate_rows,
     guarded_beta,
-    largest_divisor,
     last_rank,
     rows_states,
     start_states,
@@ -27,6 +26,8 @@ from kernels.kda.vma import vary, varying_axes
 from kernels.segments import Segments
 
 PAIRS = 16  # head pairs in lockstep: enough to hide a product's latency, see NOTES.md
+PAIRS_BETWEEN_RANKS = 8
+FEWEST_PAIRS = 4  # below it latency costs more than what the chain leaves costs in HBM
 
 
 def backward(problem: Problem, inputs: Inputs, segments: Segments, residuals, d_out, d_final):
@@ -38,15 +39,26 @@ def backward(problem: Problem, inputs: Inputs, segments: Segments, residuals, d_
 
 
 def plan_backward(problem: Problem, inputs: Inputs) -> Plan:
+    """As the forward, in other groups. Between ranks at least two, so that a neighbour waits for
+    the first one's chain only, and where possible small enough to keep what the chain leaves in
+    VMEM."""
     plan = plan_forward(problem, inputs)
-    most = PAIRS if plan.dtype == jnp.bfloat16 else PAIRS // 2
-    return dataclasses.replace(plan, group=largest_divisor(plan.heads // 2, most), chunks=1)
+    pairs = plan.heads // 2
+    most = PAIRS if plan.line is None else min(PAIRS_BETWEEN_RANKS, pairs // 2)
+    if plan.dtype == jnp.float32:
+        most = most // 2
+    sizes = [n for n in range(1, max(most, 1) + 1) if pairs % n == 0]
+    plans = [dataclasses.replace(plan, group=n, chunks=1) for n in reversed(sizes)]
+    if plan.line is None:
+        return plans[0]
+    small = [p for p in plans if p.group >= FEWEST_PAIRS and backward_kernel.fits_vmem(p)]
+    return small[0] if small else plans[0]
 
 
 def backward_operands(
     plan: Plan, inputs: Inputs, segments: Segments, residuals, d_out, d_final
 ) -> Operands:
-    states, a, aqk, vn = residuals
+    states, matrices, vn = residuals
     d_exit, d_finals = _exit_cotangents(plan, segments, d_final)
     operands = Operands(
         q=flat_heads(inputs.q, plan.keys),
@@ -55,8 +67,7 @@ def backward_operands(
         decay=flat_heads(inputs.decay, plan.keys),
         d_out=flat_heads(d_out.astype(plan.dtype), plan.values),
         states=states,
-        a=a,
-        aqk=aqk,
+        matrices=matrices,
         vn=vn,
         columns=token_columns(plan, guarded_beta(inputs, segments), segments),
         gate=gate_rows(plan, inputs),
