@@ -16,6 +16,9 @@ from tests import kda_cases
 from tests.kda_cases import TOKENS, check, ids_of, make_case, oracle
 from tests.tolerances import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32, KDA_BOUNDS_NEAR_KEYS
 
+# One dtype of a case runs by default, the other with the slow tests.
+SLOW_FLOAT32 = pytest.param("float32", marks=pytest.mark.slow)
+SLOW_BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.slow)
 BOUNDS = {"float32": KDA_BOUNDS_FLOAT32, "bfloat16": KDA_BOUNDS_BFLOAT16}
 
 
@@ -59,6 +62,7 @@ def test_profiles_bfloat16(profile):
     check(run(case), oracle(case), KDA_BOUNDS_NEAR_KEYS if same else KDA_BOUNDS_BFLOAT16)
 
 
+@pytest.mark.slow
 def test_beta_zero_keeps_its_gradient():
     """vn = beta e is all the kernel has of e: a plain 0 would lose it."""
     case = case_of(ids_of([(150, 1)]), dtype="bfloat16", beta=0.0)
@@ -68,7 +72,7 @@ def test_beta_zero_keeps_its_gradient():
     check(run(case), reference, KDA_BOUNDS_BFLOAT16)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [SLOW_FLOAT32, "bfloat16"])
 def test_packed_softplus_with_last_state(dtype):
     """Starts inside, at the beginning of and behind tiles, padding everywhere, two rows that
     differ."""
@@ -82,7 +86,7 @@ def test_packed_softplus_with_last_state(dtype):
     zero_at_padding(case, result)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", SLOW_BFLOAT16])
 def test_packed_bounded_with_all_states(dtype):
     """Every segment has its own start state and its final state a cotangent: tiles in pieces."""
     ids = ids_of(
@@ -108,6 +112,7 @@ def test_ranks_agree_bit_for_bit():
         assert np.array_equal(gradient, together.gradients[name]), name
 
 
+@pytest.mark.slow
 def test_ranks_with_all_states():
     """A start on a rank's first token, a rank of padding, states of all segments, float32."""
     ids = ids_of([(50, 1), (14, 2), (50, 3), (14, 4), (64, 0), (30, 4), (34, 0)])
@@ -117,6 +122,7 @@ def test_ranks_with_all_states():
     zero_at_padding(case, result)
 
 
+@pytest.mark.slow
 def test_saving_equals_rebuilding():
     case = case_of(ids_of([(70, 1), (50, 2)]), dtype="bfloat16")
     saved, rebuilt = run(case, state_policy="save"), run(case, state_policy="remat")
@@ -124,6 +130,7 @@ def test_saving_equals_rebuilding():
         assert np.array_equal(gradient, rebuilt.gradients[name]), name
 
 
+@pytest.mark.slow
 def test_other_segments_get_nothing():
     """A cotangent on one document only: the others' gradients are exactly 0."""
     ids = ids_of([(40, 1), (60, 2), (50, 3)])

@@ -228,13 +228,13 @@ class _Kernel:
         jax.lax.fori_loop(0, self.plan.groups, group, 0)
         self.relay.close()
 
-    def _walk(self, loads: dict, stores: dict, first, groups: int, stages: Stages):
+    def _walk(self, loads: dict, stores: dict, first, groups: int, stages: Stages) -> None:
         """The steps of `groups` groups from `first` on; `loads` and `stores` name the arrays that
         move with a step."""
-        loads = Loads(self._tiles(loads, first), self.s["loaded"])
-        stores = Stores(self._tiles(stores, first), self.s["stored"])
+        arriving = Loads(self._tiles(loads, first), self.s["loaded"])
+        leaving = Stores(self._tiles(stores, first), self.s["stored"])
         total = groups * self.steps
-        loads.start(0)
+        arriving.start(0)
 
         def group(i, _):
             g = first + i
@@ -246,12 +246,12 @@ class _Kernel:
             def step(j, _):
                 at = i * self.steps + j
                 slot = divided(at, 2)[1]
-                loads.arrive(at, total)
-                stores.make_room(at)
+                arriving.arrive(at, total)
+                leaving.make_room(at)
                 if not stages.chain:
                     self._move_values(g, j)
                 self._work.run(g, self.steps - 1 - j, slot, stages)
-                stores.start(at)
+                leaving.start(at)
                 return 0
 
             jax.lax.fori_loop(0, self.steps, step, 0)
@@ -264,7 +264,7 @@ class _Kernel:
             return 0
 
         jax.lax.fori_loop(0, groups, group, 0)
-        stores.drain(total)
+        leaving.drain(total)
 
     def _heads(self, g):
         return pl.ds(g * self.plan.group_heads, self.plan.group_heads)
@@ -283,6 +283,9 @@ class _Kernel:
                 return ref.at[self._heads(g), tokens]
 
             return of
+
+        def all_heads(ref, axis):
+            return lambda at: ref.at[(slice(None),) * axis + (place(at)[1],)]
 
         def columns(at):
             g, tokens = place(at)
@@ -303,9 +306,9 @@ class _Kernel:
                 parts = enumerate(ref)
                 tiles += [(view(r), buffer.at[:, j]) for j, r in parts]
             elif name == "d_states":
-                tiles.append((lambda at, ref=ref: ref.at[:, :, place(at)[1]], buffer))
+                tiles.append((all_heads(ref, 2), buffer))
             elif name == "dr" and self.relay is not None:
-                tiles.append((lambda at, ref=ref: ref.at[:, place(at)[1]], buffer))
+                tiles.append((all_heads(ref, 1), buffer))
             else:
                 tiles.append((view(ref), buffer))
         return tiles

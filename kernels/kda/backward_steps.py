@@ -39,7 +39,7 @@ class Stages(Enum):
 class _Piece(NamedTuple):
     """A piece of a chunk under way: its number, and whether the loop comes to it first."""
 
-    index: jax.Array
+    number: jax.Array
     is_first: jax.Array
 
 
@@ -93,7 +93,7 @@ class Steps:
         if piece is None:
             decays = [tile.decay(0, p) for p in self.pairs]
         else:
-            decays = [tile.decay_of_piece(0, p, piece.index) for p in self.pairs]
+            decays = [tile.decay_of_piece(0, p, piece.number) for p in self.pairs]
         ladders = pair_tiles.decay_ladders(decays, self.s["sums"][...])
         return [self._unit(tile, p, x, piece) for p, x in zip(self.pairs, ladders)]
 
@@ -139,8 +139,9 @@ class Steps:
         tables = self.s["level"][...], self.s["straddle"][...]
         found = yield from backward_tiles.local(unit, *tables)
         for name, x in (("q", found.q), ("k", found.k)):
-            if plan.problem.l2norm:
-                x = backward_tiles.l2norm_backward(*tile.normalized(name, 0, p), x)
+            unit_rows, rstd = tile.normalized(name, 0, p)
+            if rstd is not None:
+                x = backward_tiles.l2norm_backward(unit_rows, rstd, x)
             self._put("d_" + name, slot, p, x, piece)
         yield
         if piece is None:
@@ -166,9 +167,10 @@ class Steps:
             d_raw, d_rate = backward_tiles.softplus_backward(raw, rate, bias, d_decay)
         else:
             bound = self.plan.problem.lower_bound
+            assert bound is not None
             d_raw, d_rate = backward_tiles.bounded_backward(raw, rate, bias, bound, d_decay)
         for at, x in enumerate((d_rate, d_raw)):
-            for i, half in enumerate(_halves(sum(backward_tiles.tiles8(x)))):
+            for i, half in enumerate(_halves(backward_tiles.add_tiles(x))):
                 self.s["gate"][at, 2 * p + i] += half
         return d_raw
 
@@ -243,7 +245,7 @@ class Steps:
 
     def _kept(self, tile: Tile, x: jax.Array, p: int, piece: _Piece) -> jax.Array:
         """x [C, 2D], 0 outside the piece."""
-        here = tile.of_rows("piece", 0, p, x.shape[1] // 2) == piece.index.astype(F32)
+        here = tile.of_rows("piece", 0, p, x.shape[1] // 2) == piece.number.astype(F32)
         return jnp.where(here, x.astype(F32), 0.0).astype(x.dtype)
 
     def _pair(self, ref: Ref, p: int) -> jax.Array:

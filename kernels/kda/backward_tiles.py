@@ -21,8 +21,9 @@ with e the delta rule's error, and d beta = dvb . e, so d beta = (dr . vn) / bet
 beta away from 0).
 """
 
+import functools
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -57,13 +58,14 @@ class Unit:
     prefix: Array
     suffix: Array
     total: Array
-    a: Array | None = None  # A diag(beta) [C, 2C]
-    aqk: Array | None = None  # unscaled scores [C, 2C]
-    d_state: Array | None = None  # cotangent of the exit state, transposed [V, 2K]
-    v: Array | None = None  # [C, 2V]
-    state: Array | None = None  # entry state, transposed [V, 2K]
-    vn: Array | None = None  # [C, 2V]
-    dr: Array | None = None  # [C, 2V]
+    # Set as the stages come to need them:
+    a: Array = field(init=False)  # A diag(beta) [C, 2C]
+    aqk: Array = field(init=False)  # unscaled scores [C, 2C]
+    d_state: Array = field(init=False)  # cotangent of the exit state, transposed [V, 2K]
+    v: Array = field(init=False)  # [C, 2V]
+    state: Array = field(init=False)  # entry state, transposed [V, 2K]
+    vn: Array = field(init=False)  # [C, 2V]
+    dr: Array = field(init=False)  # [C, 2V]
 
 
 @dataclass
@@ -100,6 +102,11 @@ def aside(*blocks: Array) -> Array:
 def tiles8(x: Array) -> list[Array]:
     """Rows in tiles of 8."""
     return [x[s : s + 8] for s in range(0, x.shape[0], 8)]
+
+
+def add_tiles(x: Array) -> Array:
+    """The sum of x's tiles of 8 rows."""
+    return functools.reduce(jnp.add, tiles8(x))
 
 
 def transpose_tokens(upper: Array, lower: Array) -> tuple[Array, Array]:
@@ -238,7 +245,7 @@ def _level_left(n: int, f: Array, m: Array, ft: Array, mt: Array, table: Array) 
 def _level_rows(n: int, x: Array, rows: slice) -> tuple[Array | None, Array]:
     """The rows for dq (None where there are none) and dk of some 16 tokens in a level's product."""
     s = rows.start
-    if n == 0 or n in FULL:
+    if n in FULL:
         return x[s : s + 16], x[C + s : C + s + 16]
     odd, at = (s // n) % 2, s // (2 * n) * n + s % n
     if not odd:
@@ -267,10 +274,10 @@ def _add_up(u: Unit, rows: slice, reads: Array, exits: Array, found: dict, right
             q += e * part_q
             term += right_q[rows] * part_q
         terms.append(term)
-    part_q, part_k = _level_rows(0, found[0], rows)
+    own_q, own_k = (found[0][s + rows.start : s + rows.stop].astype(dtype) for s in (0, C))
     terms.append((q_in * prefix) * read_q + (k_in * prefix) * read_k)
     terms.append((k_in * suffix) * left)
-    return q + part_q.astype(dtype), k + part_k.astype(dtype), terms
+    return q + own_q, k + own_k, terms
 
 
 def _sum_rows(x: Array) -> Array:
