@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +146,15 @@ def test_a_damaged_array_stops_in_one_line_and_changes_nothing(open_manager, tmp
         open_manager().restore_latest(want(arrays()), "stop")
     assert "\n" not in str(caught.value)
     assert snapshot(tmp_path / "ck") == before
+
+
+def test_whole_arrays_that_are_not_those_saved_are_damage(open_manager, tmp_path):
+    """Files of another step, each of them intact: the digests alone can tell."""
+    saved(open_manager, 3, 6).close()
+    shutil.rmtree(tmp_path / "ck" / "6" / "state")
+    shutil.copytree(tmp_path / "ck" / "3" / "state", tmp_path / "ck" / "6" / "state")
+    with pytest.raises(DamagedError, match="is not what was saved"):
+        open_manager().restore(6, want(arrays()))
 
 
 def test_a_damaged_step_can_be_passed_over_and_saved_again(open_manager, tmp_path, lines):
