@@ -12,6 +12,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.kda import backward
 from tests import kda_cases
 from tests.kda_cases import TOKENS, check, ids_of, make_case, oracle
 from tests.tolerances import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32, KDA_BOUNDS_NEAR_KEYS
@@ -110,6 +111,15 @@ def test_ranks_agree_bit_for_bit():
     check(together, oracle(case), KDA_BOUNDS_BFLOAT16)
     for name, gradient in alone.gradients.items():
         assert np.array_equal(gradient, together.gradients[name]), name
+
+
+@pytest.mark.slow
+def test_ranks_without_room_in_vmem(monkeypatch):
+    """What the chain leaves to the local stage goes through HBM."""
+    monkeypatch.setattr(backward, "fits_vmem", lambda plan: False)
+    ids = ids_of([(100, 1), (28, 2), (65, 3), (63, 0)])
+    case = case_of(ids, heads=4, dtype="bfloat16", scale=0.1)  # no other test compiles this scale
+    check(run(case, ranks=2), oracle(case), KDA_BOUNDS_BFLOAT16)
 
 
 @pytest.mark.slow
