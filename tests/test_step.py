@@ -92,10 +92,10 @@ UNEVEN = np.stack([row((1, 64)), row((1, 9), (0, 55)), row((1, 20), (2, 44)), ro
 @pytest.mark.parametrize(
     ("accumulation", "mesh_sizes"),
     [
-        (2, {}),
         (4, {}),
-        (1, {"data": 2, "fsdp": 2}),
         (2, {"data": 2, "context": 2}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(1, {"data": 2, "fsdp": 2}, marks=pytest.mark.slow),
         (1, {"context": 4, "tensor": 2}),
     ],
 )
@@ -142,7 +142,7 @@ def long_and_windows(windows: int, length: int) -> tuple[Batch, Batch]:
     return long, Batch(**fields, continues=continues)
 
 
-@pytest.mark.parametrize("context", [1, 2, 4])
+@pytest.mark.parametrize("context", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_windows_of_a_step_are_one_long_row(context):
     """Loss and gradient, through the trainer's own step: state, convolution tail and remat."""
     long, windows = long_and_windows(6, 32)
@@ -204,8 +204,8 @@ def test_a_step_that_is_not_finite_is_told_where_it_is_not_skipped():
 @pytest.mark.parametrize(
     ("recent", "seen", "skips"),
     [
-        ([4.0, 4.1, 3.9, 4.0], WINDOW, True),  # the loss here is above 4.4
-        ([4.0, 4.1, 3.9, 4.0], WINDOW - 1, False),  # too few losses to know what is usual
+        ([3.0, 3.1, 2.9, 3.0], WINDOW, True),  # the loss here is above 3.3
+        ([3.0, 3.1, 2.9, 3.0], WINDOW - 1, False),  # too few losses to know what is usual
         ([6.0, 2.0, 6.0, 2.0], WINDOW, False),  # within what is usual
     ],
 )
@@ -215,7 +215,7 @@ def test_a_spike_is_skipped(recent, seen, skips):
     state = start(ONE, 4, mesh, shapes)
     state = state._replace(recent=jnp.asarray(recent, jnp.float32), seen=jnp.int32(seen))
     metrics, change, state = run(ONE, batch_of(UNEVEN), options, state=state)
-    assert 4.4 < metrics["loss"] < 8, "the cases above were chosen for such a loss"
+    assert 3.3 < metrics["loss"] < 8, "the cases above were chosen for such a loss"
     assert metrics["steps_skipped"] == skips
     assert any(np.any(c) for c in change.values()) != skips
     kept = np.asarray(state.recent).tolist()
