@@ -9,8 +9,6 @@ start before it is said which devices to use.
 
 import contextlib
 import dataclasses
-import glob
-import importlib.util
 import math
 import os
 import sys
@@ -20,9 +18,8 @@ from typing import Any
 
 from configs import base
 from configs import flags as command_line
+from training import devices
 from training.signals import Signals
-
-HEARTBEAT_SECONDS = 30  # a process that is silent for so long is dead, and the others stop
 
 
 def main(argv: list[str]) -> int:
@@ -85,55 +82,9 @@ def failed(error: Exception) -> int:
 
 
 def start_jax(config: Any, flags: Any) -> None:
-    """Chooses devices, before JAX looks for any. Multi-process runs meet here.
-
-    Raises:
-        ValueError: the devices of a process do not fit the mesh.
-    """
-    needed = math.prod(config.mesh.values())
-    if "JAX_PLATFORMS" not in os.environ and not accelerator():
-        # Without this libtpu, which is installed everywhere, looks for a TPU and warns.
-        os.environ["JAX_PLATFORMS"] = "cpu"
-    import jax
-
-    if os.environ.get("JAX_PLATFORMS") == "cpu":
-        processes = max(flags.processes, 1)
-        if needed % processes:
-            raise ValueError(
-                f"--processes={processes}: needs a divisor of the mesh's devices ({needed}); "
-                f"try --processes=1"
-            )
-        jax.config.update("jax_num_cpu_devices", needed // processes)
-    if config.train.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", config.train.compilation_cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    # The trainer handles SIGTERM itself; JAX's own service would take the signal away.
-    jax.config.update("jax_enable_preemption_service", False)
-    if flags.coordinator:
-        jax.distributed.initialize(
-            flags.coordinator,
-            flags.processes,
-            flags.process_id,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=HEARTBEAT_SECONDS,
-        )
-    elif tpu_pod():
-        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS)
-
-
-def accelerator() -> bool:
-    """Whether this machine shows a TPU, or an NVIDIA GPU that the JAX installed here can use."""
-    devices = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
-    named = any(name in os.environ for name in ("TPU_NAME", "TPU_WORKER_ID", "COLAB_TPU_ADDR"))
-    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-    gpu = os.path.exists("/dev/nvidiactl") and any(map(importlib.util.find_spec, plugins))
-    return bool(devices) or named or gpu
-
-
-def tpu_pod() -> bool:
-    """Whether several TPU hosts were started together, which find each other."""
-    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
-    return accelerator() and len(hosts.split(",")) > 1
+    """Chooses devices, before JAX looks for any; see training/devices.py."""
+    processes = devices.Processes(flags.coordinator, flags.processes, flags.process_id)
+    devices.start_jax(math.prod(config.mesh.values()), config.train.compilation_cache, processes)
 
 
 @dataclasses.dataclass

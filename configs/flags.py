@@ -15,6 +15,8 @@ from ml_collections import ConfigDict, config_flags
 
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
+AUTO = "auto"  # --coordinator: leave it to JAX's own detection (training/devices.py has it too)
+
 # Our own set of flags: libraries define theirs in flags.FLAGS, which are no options of ours.
 _FLAGS = flags.FlagValues()
 flags.DEFINE_string(
@@ -29,7 +31,8 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "coordinator",
     "",
-    "host:port of process 0, where several processes train together. On a TPU pod JAX finds it.",
+    'host:port of process 0, where several processes train together; "auto": what JAX finds by '
+    "itself, on TPU VMs, Slurm and others. On GKE a TPU slice needs no flag.",
     flag_values=_FLAGS,
 )
 flags.DEFINE_integer("processes", 0, "Number of processes; 0: what JAX finds.", flag_values=_FLAGS)
@@ -227,12 +230,21 @@ def _check_processes() -> None:
                 "try --coordinator=localhost:1234"
             )
         return
+    if coordinator == AUTO:
+        if count or number >= 0:
+            raise ValueError(
+                f"--coordinator={AUTO}: finds the processes by itself; try it without "
+                "--processes and --process_id, or --coordinator=host:port with them"
+            )
+        return
     if count < 1:
         raise ValueError(f"--processes={count}: needs the number of processes; try --processes=2")
     if not 0 <= number < count:
         raise ValueError(f"--process_id={number}: needs 0 to {count - 1}; try --process_id=0")
     if ":" not in coordinator:
-        raise ValueError(f"--coordinator={coordinator}: needs host:port; try {coordinator}:1234")
+        raise ValueError(
+            f"--coordinator={coordinator}: needs host:port, or {AUTO}; try {coordinator}:1234"
+        )
 
 
 def config_name(argv_path: str) -> str:

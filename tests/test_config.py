@@ -97,6 +97,7 @@ MISTAKES = [
     (["--processes=2", "--process_id=0"], "--coordinator", "localhost"),
     (["--coordinator=a:1", "--processes=2", "--process_id=2"], "--process_id=2", "0 to 1"),
     (["--coordinator=a", "--processes=2", "--process_id=1"], "--coordinator=a", "host:port"),
+    (["--coordinator=auto", "--processes=2"], "--coordinator=auto", "without --processes"),
 ]
 
 

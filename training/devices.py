@@ -1,0 +1,85 @@
+"""Which devices a run uses, settled before JAX looks for any: JAX is imported in functions here."""
+
+import dataclasses
+import glob
+import importlib.util
+import os
+
+HEARTBEAT_SECONDS = 30  # a process that is silent for so long is dead, and the others stop
+AUTO = "auto"  # a coordinator's name: leave it to JAX's own detection
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """How the processes of a run meet: flags --coordinator, --processes, --process_id."""
+
+    coordinator: str = ""  # host:port, AUTO, or "" for one process or what GKE says
+    count: int = 0
+    number: int = -1
+
+
+def start_jax(needed: int, cache: str, processes: Processes) -> None:
+    """Chooses devices. The processes of a run wait for each other here.
+
+    Args:
+        needed: devices of the whole mesh; on CPU they are simulated, in equal shares.
+        cache: folder of compiled programs, or "".
+
+    Raises:
+        ValueError: the devices of a process do not fit the mesh, or there are no other processes.
+    """
+    if "JAX_PLATFORMS" not in os.environ and not accelerator():
+        # Without this libtpu, which is installed everywhere, looks for a TPU and warns.
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        share, rest = divmod(needed, max(processes.count, 1))
+        if rest:
+            raise ValueError(
+                f"--processes={processes.count}: needs a divisor of the mesh's devices ({needed}); "
+                "try --processes=1"
+            )
+        jax.config.update("jax_num_cpu_devices", share)
+    if cache:
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    # The trainer handles SIGTERM itself; JAX's own service would take the signal away.
+    jax.config.update("jax_enable_preemption_service", False)
+    if processes.coordinator or tpu_pod():
+        meet(processes)
+
+
+def meet(processes: Processes) -> None:
+    """Connects the processes of a run."""
+    import jax
+
+    found = processes.coordinator in ("", AUTO)
+    try:
+        jax.distributed.initialize(
+            None if found else processes.coordinator,
+            None if found else processes.count,
+            None if found else processes.number,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"--coordinator={processes.coordinator or AUTO}: JAX found no processes ({error}); "
+            "try --coordinator=host:port --processes=2 --process_id=0"
+        ) from None
+
+
+def accelerator() -> bool:
+    """Whether this machine shows a TPU, or an NVIDIA GPU that the JAX installed here can use."""
+    devices = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
+    named = any(name in os.environ for name in ("TPU_NAME", "TPU_WORKER_ID", "COLAB_TPU_ADDR"))
+    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    gpu = os.path.exists("/dev/nvidiactl") and any(map(importlib.util.find_spec, plugins))
+    return bool(devices) or named or gpu
+
+
+def tpu_pod() -> bool:
+    """Whether several TPU hosts were started together by GKE, and find each other."""
+    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
+    return accelerator() and len(hosts.split(",")) > 1
