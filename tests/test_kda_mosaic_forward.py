@@ -129,8 +129,26 @@ def packed(*lengths):
     return np.concatenate([np.full(n, i) for i, n in lengths])[None]
 
 
-@pytest.mark.parametrize("profile", ["random", "strong", "near", "identical"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("profile", "dtype"),
+    [
+        slow("random", BF16),
+        ("strong", BF16),
+        slow("near", BF16),
+        slow("identical", BF16),
+        slow("random", F32),
+        slow("strong", F32),
+        slow("near", F32),
+        ("identical", F32),
+    ],
+)
 def test_profiles(profile, dtype):
     case = random_case(profile, dtype=dtype)
     out, last = run(case, dtype, final_state="last")
@@ -148,10 +166,10 @@ def test_profiles(profile, dtype):
     [
         (1, 1, 63, 64, 64),  # one head, less than a tile, channels padded
         (2, 3, 100, 60, 60),  # a pair of heads from two rows of the batch
-        (1, 2, 128, 128, 256),  # V of two lane tiles
-        (1, 2, 64, 256, 128),
-        (3, 2, 65, 16, 32),
-        (1, 2, 1, 128, 128),  # one token
+        slow(1, 2, 128, 128, 256),  # V of two lane tiles
+        slow(1, 2, 64, 256, 128),
+        slow(3, 2, 65, 16, 32),
+        slow(1, 2, 1, 128, 128),  # one token
     ],
 )
 def test_shapes(rows, heads, length, keys, values):
@@ -164,6 +182,7 @@ def test_shapes(rows, heads, length, keys, values):
     assert error(last, ref_last) < KDA_FLOAT32
 
 
+@pytest.mark.slow
 def test_many_groups_and_steps():
     """More pairs than one group, more tiles than one step: 17 pairs go one by one."""
     case = random_case(rows=1, heads=34, length=128, keys=16, values=16, dtype=jnp.float32)
@@ -173,8 +192,10 @@ def test_many_groups_and_steps():
 GATES = {"softplus": None, "bounded": -5.0}
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    ("gate", "dtype"),
+    [("softplus", BF16), slow("softplus", F32), slow("bounded", BF16), ("bounded", F32)],
+)
 def test_gates_and_l2norm(gate, dtype):
     heads, keys = 3, 64
     case = random_case(heads=heads, keys=keys, values=keys, length=128, dtype=dtype, unit=False)
@@ -209,8 +230,10 @@ PACKINGS = {
 }
 
 
-@pytest.mark.parametrize("name", PACKINGS)
-@pytest.mark.parametrize("slots", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "slots"),
+    [("padding everywhere", 1), *(slow(name, 0) for name in PACKINGS)],
+)
 def test_packed_rows_in_one_pass(name, slots):
     case = random_case(ids=PACKINGS[name], slots=slots, dtype=jnp.float32, keys=32, values=32)
     out, last = run(case, jnp.float32, final_state="last")
@@ -221,8 +244,14 @@ def test_packed_rows_in_one_pass(name, slots):
     np.testing.assert_allclose(last, ref_last, atol=1e-5 * max(np.abs(ref_last).max(), 1e-3))
 
 
-@pytest.mark.parametrize("name", PACKINGS)
-@pytest.mark.parametrize(("slots", "start"), [(0, True), (2, False), (9, True), (2, True)])
+STARTS = [(0, True), (2, False), (9, True), (2, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "slots", "start"),
+    [("edges inside tiles", 2, True), slow("edges inside tiles", 9, True)]
+    + [slow(name, *starts) for name in list(PACKINGS)[1:] for starts in STARTS],
+)
 def test_start_states_and_all_final_states(name, slots, start):
     ids = np.concatenate([PACKINGS[name], PACKINGS["edges inside tiles"][:, ::-1]])
     case = random_case(
@@ -237,6 +266,7 @@ def test_start_states_and_all_final_states(name, slots, start):
             np.testing.assert_allclose(states[b, n], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_pieces_in_bfloat16():
     case = random_case(ids=PACKINGS["edges inside tiles"], slots=3, start=True)
     out, states = run(case, final_state="all", max_segments=6)
@@ -245,16 +275,16 @@ def test_pieces_in_bfloat16():
     assert error(states[0], np.stack([table[0][n] for n in range(6)])) < KDA_BFLOAT16
 
 
-def test_a_prefix_is_causal_bit_for_bit():
+@pytest.mark.parametrize("t", [100, slow(127), slow(64), slow(21)])
+def test_a_prefix_is_causal_bit_for_bit(t):
     case = random_case("strong", length=128)
     before = np.asarray(run(case)[0].astype(jnp.float32))
-    for t in (127, 100, 64, 21):
-        changed = dataclasses.replace(case, decay=case.decay.copy(), k=case.k.copy())
-        changed.decay[:, :, t] -= 3
-        changed.k[:, :, t] *= -1
-        after = np.asarray(run(changed)[0].astype(jnp.float32))
-        assert np.array_equal(before[:, :, :t], after[:, :, :t])
-        assert not np.array_equal(before[:, :, t:], after[:, :, t:])
+    changed = dataclasses.replace(case, decay=case.decay.copy(), k=case.k.copy())
+    changed.decay[:, :, t] -= 3
+    changed.k[:, :, t] *= -1
+    after = np.asarray(run(changed)[0].astype(jnp.float32))
+    assert np.array_equal(before[:, :, :t], after[:, :, :t])
+    assert not np.array_equal(before[:, :, t:], after[:, :, t:])
 
 
 def test_a_changed_head_leaves_the_others_alone():

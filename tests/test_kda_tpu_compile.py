@@ -82,8 +82,13 @@ def kernels_in(hlo):
     return [sum(name in line.split("=")[0] for line in calls) for name in ("forward", "backward")]
 
 
+def slow(*values, id=None):
+    return pytest.param(*values, marks=pytest.mark.slow, id=id)
+
+
 @pytest.mark.parametrize(
-    ("topology", "ranks"), [(V7X, 2), (V7X, 4), (V7X, 8), (V6E, 4), (V5P, 4), (V5E, 4)]
+    ("topology", "ranks"),
+    [(V7X, 4), slow(V7X, 2), slow(V7X, 8), slow(V6E, 4), slow(V5P, 4), (V5E, 4)],
 )
 def test_chips_and_ranks(topology, ranks):
     """One kernel forward and one backward, chosen by the mesh's devices."""
@@ -93,14 +98,13 @@ def test_chips_and_ranks(topology, ranks):
 @pytest.mark.parametrize(
     "options",
     [
-        {"gate": "bounded", "dtype": jnp.float32},
-        {"gate": "given", "slots": 0, "final": "none"},
-        {"slots": 3, "start": True, "final": "all"},
-        {"keys": 256, "values": 128},
-        {"keys": 64, "values": 200, "heads": 3},
-        {"heads": 1, "length": 64},
+        slow({"gate": "bounded", "dtype": jnp.float32}, id="float32"),
+        slow({"gate": "given", "slots": 0, "final": "none"}, id="plain"),
+        pytest.param({"slots": 3, "start": True, "final": "all"}, id="all states"),
+        slow({"keys": 256, "values": 128}, id="wide keys"),
+        slow({"keys": 64, "values": 200, "heads": 3}, id="padded"),
+        slow({"heads": 1, "length": 64}, id="one head"),
     ],
-    ids=["float32", "plain", "all states", "wide keys", "padded", "one head"],
 )
 def test_options(options):
     assert kernels_in(compiled(V7X, 2, **options)) == [1, 1]
