@@ -1,0 +1,57 @@
+"""The main config's whole training step compiles for TPUs and runs our kernels in every KDA layer."""
+
+import os
+
+os.environ.update(
+    TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
+)
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+import train
+from configs import kda_cp4
+from model.sharding import MESH_AXES
+from training.optimizer import OptimizerConfig, make_optimizer, make_schedule
+from training.state import state_shapes
+from training.step import StepConfig, batch_shapes, make_train_step
+
+
+def compiled_step(topology: str, **model) -> str:
+    """HLO text of the main config's training step on four devices of a topology."""
+    config = kda_cp4.get_config()
+    config.model.update(scan_layers=False, **model)  # a layer's kernels once for each layer
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    shape = tuple(config.mesh[name] for name in MESH_AXES)
+    mesh = jax.sharding.Mesh(np.array(devices[: np.prod(shape)]).reshape(shape), MESH_AXES)
+    cfg = train.model_config(config, vocab_size=258)
+    options = OptimizerConfig(**config.optimizer)
+    optimizer, schedule = make_optimizer(options, cfg), make_schedule(options)
+    data = config.data
+    shapes = state_shapes(cfg, mesh, optimizer, data.rows, config.train.spike_window)
+    step = make_train_step(StepConfig(), cfg, mesh, optimizer, schedule, shapes)
+    votes = jax.ShapeDtypeStruct(
+        (mesh.size,), np.int32, sharding=jax.NamedSharding(mesh, jax.P(MESH_AXES))
+    )
+    batch = batch_shapes(mesh, 1, data.rows, data.sequence_length)
+    return step.lower(shapes, batch, votes).compile().as_text()
+
+
+@pytest.mark.parametrize(
+    ("topology", "model"),
+    [
+        # Two of the four layers: what differs from layer to layer is the weights.
+        ("tpu7x:2x2x1", {"compute_dtype": "bfloat16", "repeats": 2}),
+        pytest.param("tpu7x:2x2x1", {}, marks=pytest.mark.slow),  # the config as it stands
+        pytest.param("v6e:2x2", {"compute_dtype": "bfloat16"}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_kda_layer_of_the_main_config_runs_both_kernels(topology, model):
+    text = compiled_step(topology, remat="none", **model)
+    kernels = [line for line in text.splitlines() if "tpu_custom_call" in line]
+    layers = model.get("repeats", kda_cp4.get_config().model.repeats)
+    for name in ("kda_forward", "kda_backward"):
+        count = sum(name in line for line in kernels)
+        assert count == layers, f"{count} calls of {name} in {layers} layers: {kernels}"
