@@ -1,4 +1,4 @@
-"""The main config's whole training step compiles for TPUs and runs our kernels in every KDA layer."""
+"""The main config's training step compiles for TPUs and runs our kernels in every KDA layer."""
 
 import os
 
