@@ -9,6 +9,11 @@ and moves its own tiles, double buffered (streams.py).
                         then chunk by chunk vn, output, next state (pair_tiles.py)
         hand the exit state to the rank ahead
 
+That is the fused walk, of one rank. With more ranks all but one would wait, so there the
+local work of all chunks comes first (`_local_phase`), and a wave of states follows group by group
+(`_state_phase`, groups of `plan.wave` pairs): a rank works on one group while the rank behind it
+works on the next.
+
 In VMEM for the whole call: the group's states [heads, V, K] float32, transposed, and two constant
 tables. Written: the output, what the backward keeps (entry states of chunks, A diag(beta), scores
 of q with k, and with StatePolicy.SAVE vn), and the states asked for.
