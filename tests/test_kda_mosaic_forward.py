@@ -146,7 +146,7 @@ def slow(*values):
         slow("random", F32),
         slow("strong", F32),
         slow("near", F32),
-        ("identical", F32),
+        slow("identical", F32),
     ],
 )
 def test_profiles(profile, dtype):
@@ -287,6 +287,7 @@ def test_a_prefix_is_causal_bit_for_bit(t):
     assert not np.array_equal(before[:, :, t:], after[:, :, t:])
 
 
+@pytest.mark.slow
 def test_a_changed_head_leaves_the_others_alone():
     """Heads share products: one that is all large numbers must not reach its neighbour."""
     case = random_case(heads=3, length=64)
