@@ -312,8 +312,6 @@ def train(config: Any, flags: Any, signals: Signals) -> int:
     import jax
 
     from checkpoints.manager import CheckpointError
-    from training import loop
-    from training.metrics import Writers
     from training.report import NonFiniteError
 
     name = command_line.config_name(flags["config"].config_filename)
@@ -326,13 +324,35 @@ def train(config: Any, flags: Any, signals: Signals) -> int:
 
     parts = build(config, workdir)
     say(describe(parts))
-    manager = open_checkpoints(parts, say)
-    state, start = first_state(parts, manager, flags.init_from, say)
-    if start >= config.train.steps:
-        say(f"step {start} of config.train.steps={config.train.steps} is done: nothing to train")
-        return 0
-    writers = Writers(workdir, start, config.train.steps, primary=primary)
-    writers.text(start, "config", f"```\n{config}\n```")
+    manager, steps = open_checkpoints(parts, say), config.train.steps
+    try:
+        state, start = first_state(parts, manager, flags.init_from, say)
+        if start < steps:
+            run(parts, manager, state, start, signals)
+        else:
+            say(f"step {start} of config.train.steps={steps} is done: nothing to train")
+        manager.close()
+    except Exception as error:
+        # An earlier step's save may be under way. Where another process has died it cannot end.
+        if isinstance(error, NonFiniteError) or jax.process_count() == 1:
+            with contextlib.suppress(CheckpointError):
+                manager.close()
+        raise
+    finally:
+        parts.loader.close()
+    return 0
+
+
+def run(parts: Parts, manager: Any, state: Any, start: int, signals: Signals) -> None:
+    """Trains from step `start` on, saves, and says what came of it."""
+    import jax
+
+    from training import loop
+    from training.metrics import Writers
+
+    steps = parts.config.train.steps
+    writers = Writers(parts.workdir, start, steps, primary=jax.process_index() == 0)
+    writers.text(start, "config", f"```\n{parts.config}\n```")
     writers.text(start, "parameters", describe(parts))
     try:
         if signals.stop and jax.process_count() == 1:  # no need to compile first
@@ -343,19 +363,11 @@ def train(config: Any, flags: Any, signals: Signals) -> int:
             step, why = loop.run(job)
             evaluate = job.evaluate
         with parts.goodput.during("checkpoint"):
-            manager.close()
+            manager.wait()
         parts.goodput.write()
         conclude(parts, step, why, signals, evaluate, writers.say)
-    except Exception as error:
-        # An earlier step's save may be under way. Where another process has died it cannot end.
-        if isinstance(error, NonFiniteError) or jax.process_count() == 1:
-            with contextlib.suppress(CheckpointError):
-                manager.close()
-        raise
     finally:
         writers.close()
-        parts.loader.close()
-    return 0
 
 
 def make_job(parts: Parts, manager: Any, state: Any, start: int, signals: Any, writers: Any) -> Any:

@@ -99,12 +99,11 @@ class Manager:
             raise CheckpointError(f"{directory}: there is no such checkpoint folder")
         if not reading:
             self._make_directory()
-            self._name_interrupted()
+            self._remove_interrupted()
         self._orbax = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=retention.policy() if retention else None,
-                cleanup_tmp_directories=not reading,
                 read_only=reading,
                 create=False,
                 # No process waits for another that died for longer than this (seconds).
@@ -249,7 +248,8 @@ class Manager:
                 "try another --workdir or config.checkpoint.directory"
             ) from None
 
-    def _name_interrupted(self) -> None:
+    def _remove_interrupted(self) -> None:
+        """Orbax can do this too, but in a thread that a run which ends at once does not outlive."""
         for path in sorted(self.directory.iterdir()):
             if _TMP in path.name and jax.process_index() == 0:
                 step = path.name.split(".")[0]
@@ -257,6 +257,9 @@ class Manager:
                     f"passed over {self.directory}/{step}: its save was interrupted "
                     f"({path.name}); it will be saved again"
                 )
+                path.rmtree()
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("interrupted checkpoints removed")
 
     def _move_aside(self, step: int) -> None:
         broken = self.directory / BROKEN

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from kernels.short_conv import short_conv
 
 from kernels.kda import kda
 from kernels.segments import Segments
+from kernels.short_conv import short_conv
 from model.config import ModelConfig
 from model.layers import gated_rms_norm, matmul, vary
 from model.sharding import CONTEXT, ROWS, TOKEN_SPEC
