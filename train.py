@@ -9,6 +9,7 @@ start before it is said which devices to use.
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import sys
@@ -24,6 +25,8 @@ from training.signals import Signals
 
 def main(argv: list[str]) -> int:
     """Runs to the end of the training, or to a signal; returns the exit code."""
+    # What a library logs as an error it also raises, and that is told in one line.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     signals = Signals()  # first of all: a process that is starting can be told to stop as well
     try:
         config, flags = command_line.parse(argv)

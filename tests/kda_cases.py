@@ -173,8 +173,8 @@ def compiled(options, names, ranks, check_vma, implementation, max_segments):
     def function(arrays, ids, cotangents):
         return _value_and_pull(lambda arrays: call(arrays, ids), arrays, cotangents)
 
-    # Optimising machine code takes a third of the time and gains nothing at these sizes. Programs of
-    # interpreted kernels are larger, and without it they overflow the compiler's stack.
+    # Optimising machine code takes a third of the time and gains nothing at these sizes. Programs
+    # of interpreted kernels are larger, and without it they overflow the compiler's stack.
     level = None if implementation == "mosaic_tpu" else {"xla_backend_optimization_level": 0}
     return jax.jit(function, compiler_options=level)
 
