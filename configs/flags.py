@@ -15,7 +15,7 @@ from ml_collections import ConfigDict, config_flags
 
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
-AUTO = "auto"  # --coordinator: leave it to JAX's own detection (training/devices.py has it too)
+AUTO = "auto"  # --coordinator: leave it to JAX's own detection
 
 # Our own set of flags: libraries define theirs in flags.FLAGS, which are no options of ours.
 _FLAGS = flags.FlagValues()

@@ -6,15 +6,14 @@ import importlib.util
 import os
 
 HEARTBEAT_SECONDS = 30  # a process that is silent for so long is dead, and the others stop
-AUTO = "auto"  # a coordinator's name: leave it to JAX's own detection
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
     """How the processes of a run meet: flags --coordinator, --processes, --process_id."""
 
-    coordinator: str = ""  # host:port, AUTO, or "" for one process or what GKE says
-    count: int = 0
+    coordinator: str = ""  # "": one process, or what GKE says
+    count: int = 0  # 0: left to JAX's own detection, whatever the coordinator is called
     number: int = -1
 
 
@@ -54,7 +53,7 @@ def meet(processes: Processes) -> None:
     """Connects the processes of a run."""
     import jax
 
-    found = processes.coordinator in ("", AUTO)
+    found = processes.count == 0
     try:
         jax.distributed.initialize(
             None if found else processes.coordinator,
@@ -65,7 +64,7 @@ def meet(processes: Processes) -> None:
         )
     except ValueError as error:
         raise ValueError(
-            f"--coordinator={processes.coordinator or AUTO}: JAX found no processes ({error}); "
+            f"--coordinator={processes.coordinator}: JAX found no processes ({error}); "
             "try --coordinator=host:port --processes=2 --process_id=0"
         ) from None
 
