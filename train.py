@@ -25,8 +25,7 @@ from training.signals import Signals
 
 def main(argv: list[str]) -> int:
     """Runs to the end of the training, or to a signal; returns the exit code."""
-    # What a library logs as an error it also raises, and that is told in one line.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    quiet_libraries()
     signals = Signals()  # first of all: a process that is starting can be told to stop as well
     try:
         config, flags = command_line.parse(argv)
@@ -44,6 +43,19 @@ def main(argv: list[str]) -> int:
         raise
     except Exception as error:
         return failed(error)
+
+
+def quiet_libraries() -> None:
+    """Keeps stderr to our one line: what a library logs as an error it also raises."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+    def hook(unraisable: Any) -> None:
+        # Where one array of a save fails, Orbax raises that and closes its event loop; TensorStore's
+        # threads, still writing the others, then each print that they found it closed.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            sys.__unraisablehook__(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def fail(error: object, code: int) -> int:
