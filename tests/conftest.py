@@ -1,9 +1,23 @@
-"""Tests run on eight simulated CPU devices; both settings must come before JAX starts."""
+"""Tests run on eight simulated CPU devices; these settings must come before JAX starts."""
 
+import gc
 import os
 
+import pytest
+
+from training.devices import PATIENCE
+
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{PATIENCE} {os.environ.get('XLA_FLAGS', '')}"
 
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Each compiled program keeps memory maps, of which Linux gives a process 65,530."""
+    yield
+    jax.clear_caches()
+    gc.collect()

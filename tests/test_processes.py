@@ -9,7 +9,7 @@ import pytest
 from tests.tolerances import RESUMED_ON_ANOTHER_MESH
 from tests.trainer import Running, learning, reports, steps_on_disk, train
 
-pytestmark = pytest.mark.timeout(3600)  # a run has a limit of its own
+pytestmark = pytest.mark.timeout(1200)  # each run has a limit of its own
 
 MESH = ["--config.mesh.context=4", "--config.eval.batches=2"]
 

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.trainer import Running, learning, reports, steps_on_disk, train
 
-pytestmark = pytest.mark.timeout(3600)  # a run has a limit of its own
+pytestmark = pytest.mark.timeout(1200)  # each run has a limit of its own
 
 NAMES = {
     "learning/loss",

@@ -6,6 +6,9 @@ import importlib.util
 import os
 
 HEARTBEAT_SECONDS = 30  # a process that is silent for so long is dead, and the others stop
+# Simulated devices share cores: on a busy machine one may reach a collective long after another.
+# XLA's own limit of 40 s would end the process.
+PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,8 @@ def start_jax(needed: int, cache: str, processes: Processes) -> None:
     if "JAX_PLATFORMS" not in os.environ and not accelerator():
         # Without this libtpu, which is installed everywhere, looks for a TPU and warns.
         os.environ["JAX_PLATFORMS"] = "cpu"
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        os.environ["XLA_FLAGS"] = f"{PATIENCE} {os.environ.get('XLA_FLAGS', '')}"
     import jax
 
     if os.environ.get("JAX_PLATFORMS") == "cpu":
