@@ -7,7 +7,8 @@ ARGS ?=
 RUNS ?= runs
 PORT ?= 6006
 # Tests never look for an accelerator; a test that compiles for a TPU says so itself.
-TEST := JAX_PLATFORMS=cpu $(PYTHON_ENV) -m pytest -n 2 --dist loadfile
+# A worker that crashed would leave its file's other tests waiting for ever: end instead.
+TEST := JAX_PLATFORMS=cpu $(PYTHON_ENV) -m pytest -n 2 --dist loadfile --max-worker-restart=0
 
 .PHONY: setup setup-dev train test test-slow test-all lint format bench tensorboard requirements
 
