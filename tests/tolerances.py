@@ -6,8 +6,8 @@ MODEL_FLOAT32 = 1e-5
 # Random numbers drawn on different meshes: the same bits, with a few roundings of the inverse error
 # function, which each shape of loop computes in its own order.
 INITIAL_VALUES = 1e-6
-# Gradients take twice the way; small leaves (a_log, dt_bias) are sums that cancel.
-MODEL_FLOAT32_GRADIENT = 2e-5
+# Gradients take twice the way, and small leaves (a_log, dt_bias) are sums that cancel: 1.4e-6 seen.
+MODEL_FLOAT32_GRADIENT = 1e-5
 # Attention with bf16 inputs and products: a rounding of 2^-9 on queries, keys, values and weights.
 ATTENTION_BFLOAT16 = 1e-2
 # The whole model with bf16 products, residual stream and convolution inputs against float32.
