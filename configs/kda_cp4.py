@@ -20,7 +20,7 @@ def get_config():
         config.model.repeats = 4
         config.model.ffn_dim = 512
         config.model.heads = 2
-        config.model.compute_dtype = "float32"
+        config.optimizer.name = "muon"
         config.optimizer.learning_rate = 3e-3
         config.optimizer.schedule_steps = 300
         config.optimizer.warmup_steps = 20
