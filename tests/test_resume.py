@@ -137,6 +137,7 @@ def test_another_runs_parameters_start_a_new_training(whole, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(5400)
 def test_killed_fifty_times_at_any_moment(tmp_path):
     """Faults injected: 50. Survived: 50. The parameters at the end are those of a whole run."""
     arguments = ["--config.train.steps=2000", "--config.eval.every=0"]

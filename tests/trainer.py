@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SMOKE = "configs/smoke.py"
-LIMIT = 400  # seconds a run may take on a machine that does ten other things; alone it takes ten
+LIMIT = 900  # seconds a run may take on a machine that does ten other things; alone it takes ten
 # Compiled programs are kept between runs and between sessions of tests: most of a short run is
 # compilation. JAX's key covers everything that the program depends on.
 CACHE = os.path.join(tempfile.gettempdir(), f"kda-trainer-tests-{os.getuid()}")
