@@ -50,8 +50,8 @@ def quiet_libraries() -> None:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
 
     def hook(unraisable: Any) -> None:
-        # Where one array of a save fails, Orbax raises that and closes its event loop; TensorStore's
-        # threads, still writing the others, then each print that they found it closed.
+        # Where one array of a save fails, Orbax raises that and closes its event loop; threads of
+        # TensorStore, still writing the others, then each print that they found it closed.
         if str(unraisable.exc_value) != "Event loop is closed":
             sys.__unraisablehook__(unraisable)
 
