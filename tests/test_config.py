@@ -67,7 +67,10 @@ MISTAKES = [
     (["--config.train.steps=many"], "config.train.steps=many", "whole number"),
     (["--config.train.steps=none"], "config.train.steps=none", "needs 0"),
     (["--config.train.steps=0"], "config.train.steps=0", ">= 1"),
-    (["--config.train.seed=3e9"], "config.train.seed=3000000000", "< 2147483648"),
+    (["--config.train.seed=3e9"], "config.train.seed=3000000000", "<= 2147483647"),
+    (["--config.data.rows=1e30"], "config.data.rows=10000000000", "<= 2147483647"),
+    (["--config.mesh.tensor=1e30"], "config.mesh.tensor=10000000000", "<= 2147483647"),
+    (["--config.train.spike_window=1e30"], "config.train.spike_window=1", "<= 2147483647"),
     (["--config.optimizer.learning_rate=fast"], "config.optimizer.learning_rate=fast", "number"),
     (["--config.optimizer.learning_rate=nan"], "config.optimizer.learning_rate=nan", "finite"),
     (["--config.optimizer.learning_rate=-1"], "config.optimizer.learning_rate=-1.0", "> 0"),
@@ -97,6 +100,10 @@ MISTAKES = [
     (["--processes=2", "--process_id=0"], "--coordinator", "localhost"),
     (["--coordinator=a:1", "--processes=2", "--process_id=2"], "--process_id=2", "0 to 1"),
     (["--coordinator=a", "--processes=2", "--process_id=1"], "--coordinator=a", "host:port"),
+    (["--coordinator=a:b", "--processes=1", "--process_id=0"], "--coordinator=a:b", "try a:1234"),
+    (["--coordinator=a:99999", "--processes=1", "--process_id=0"], "a:99999", "from 1 to 65535"),
+    (["--processes=-1"], "--processes=-1", "--coordinator"),
+    (["--flagfile=/none"], "'/none'", "flagfile"),
     (["--coordinator=auto", "--processes=2"], "--coordinator=auto", "without --processes"),
 ]
 
@@ -119,6 +126,28 @@ def test_a_broken_config_file_is_one_line(tmp_path):
     broken.write_text("def get_config():\n    return 1 / 0\n")
     with pytest.raises(ValueError, match="ZeroDivisionError"):
         parse(config=str(broken))
+    broken.write_text("raise SystemExit(3)\n")
+    with pytest.raises(ValueError, match="SystemExit"):
+        parse(config=str(broken))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("config.train.stesp = 2", r"config\.train\.stesp: there is no such.*train\.steps"),
+        ("config.trian = config.train", r"config\.trian: needs to be one of the groups"),
+        ("del config['eval']", r"config\.eval: needs to be one of the groups"),
+        ("del config.eval['every']", r"config\.eval\.every: is missing; .* try 200"),
+        ("config.train.steps = None", r"config\.train\.steps=None: needs a value of type int"),
+    ],
+)
+def test_what_a_config_file_adds_removes_or_retypes_is_refused(tmp_path, line, message):
+    """Config files unlock the options, so nothing else notices."""
+    file = tmp_path / "own.py"
+    start = "from configs import base\ndef get_config():\n  config = base.get_config()\n"
+    file.write_text(f"{start}  with config.unlocked():\n    {line}\n  return config\n")
+    with pytest.raises(ValueError, match=message):
+        base.check(parse(config=str(file)))
 
 
 def test_every_option_has_a_comment():
