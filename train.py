@@ -194,10 +194,17 @@ def _fitting_mesh(axes: dict[str, int], devices: int) -> str:
 
 def model_config(config: Any, vocab_size: int) -> Any:
     """config.model as the frozen record that the model takes."""
+    import jax
+
     from model.config import ModelConfig
 
     options = dict(config.model)
     options["pattern"] = tuple(options["pattern"].replace(",", " ").split())
+    if options["kda_implementation"] == "mosaic_tpu" and jax.default_backend() != "tpu":
+        raise ValueError(
+            "config.model.kda_implementation='mosaic_tpu': needs a TPU; there is "
+            f"{jax.devices()[0].device_kind}; try auto"
+        )
     if options["kda_implementation"] == "auto":
         options["kda_implementation"] = None
     return ModelConfig(vocab_size=vocab_size, **options)

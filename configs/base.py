@@ -270,6 +270,7 @@ _CHOICES = {
     "optimizer.name": ("adamw", "muon"),
     "optimizer.schedule": ("cosine", "wsd"),
     "checkpoint.damaged": ("stop", "pass_over"),
+    "model.kda_implementation": ("auto", "mosaic_tpu", "chunked", "recurrent"),
 }
 
 

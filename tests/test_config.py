@@ -76,6 +76,7 @@ MISTAKES = [
     (["--config.optimizer.learning_rate=-1"], "config.optimizer.learning_rate=-1.0", "> 0"),
     (["--config.optimizer.b2=1"], "config.optimizer.b2=1.0", "< 1"),
     (["--config.optimizer.name=sgd"], "config.optimizer.name='sgd'", "adamw"),
+    (["--config.model.kda_implementation=x"], "config.model.kda_implementation='x'", "try auto"),
     (["--config.optimizer.warmup_steps=20"], "config.optimizer.warmup_steps=20", "try 2"),
     (
         ["--config.optimizer.schedule=wsd", "--config.optimizer.decay_steps=16"],
@@ -175,6 +176,8 @@ def test_every_option_has_a_comment():
         ["--config", SMOKE, "--config.data.source=text", "--config.data.path=/none"],
         ["--config", SMOKE, "--config.mesh.tensor=4"],
         ["--config", SMOKE, "--config.model.pattern=mamba"],
+        ["--config", SMOKE, "--config.model.kda_implementation=mosaic_tpu"],
+        ["--config", SMOKE, "--config.mesh.tensor=1000000"],
     ],
 )
 def test_train_py_ends_with_one_line_and_code_2(arguments, tmp_path):

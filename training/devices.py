@@ -6,6 +6,7 @@ import importlib.util
 import os
 
 HEARTBEAT_SECONDS = 30  # a process that is silent for so long is dead, and the others stop
+MOST_SIMULATED = 1024  # each costs threads and memory; far more never get to an error message
 # Simulated devices share cores: on a busy machine one may reach a collective long after another.
 # XLA's own limit of 40 s would end the process.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
@@ -43,6 +44,11 @@ def start_jax(needed: int, cache: str, processes: Processes) -> None:
             raise ValueError(
                 f"--processes={processes.count}: needs a divisor of the mesh's devices ({needed}); "
                 "try --processes=1"
+            )
+        if share > MOST_SIMULATED:
+            raise ValueError(
+                f"config.mesh: needs {share} devices of this process; at most {MOST_SIMULATED} are "
+                "simulated on CPU; try smaller axes"
             )
         jax.config.update("jax_num_cpu_devices", share)
     if cache:
