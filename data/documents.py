@@ -71,7 +71,9 @@ def open_source(config: DataConfig, split: str) -> DocumentSource:
     reader = _open_reader(config, option, path)
     records = np.arange(len(reader)) if config.eval_path else _split(reader, config, split)
     source = DocumentSource(reader, records, f"{config.source} {path}".rstrip())
-    if not source.sizes.any():
+    # Training says by itself that it finds no text; an evaluation of none would be a loss of 0.
+    empty = split == "eval" and not any(len(source[i].text) for i in range(len(source)))
+    if empty or not source.sizes.any():
         raise ValueError(
             f"config.data.{option}={path!r}: no text left for split {split!r}; give documents for "
             "evaluation as config.data.eval_path"

@@ -178,6 +178,17 @@ def test_a_folder_that_cannot_be_listed_is_told(tmp_path, monkeypatch):
         open_source(DataConfig(source="text", path=str(tmp_path)), "train")
 
 
+def test_an_evaluation_without_text_is_refused(tmp_path):
+    """Its loss would be 0, and the best of all checkpoints'."""
+    (tmp_path / "train.jsonl").write_text('{"text": "hello"}\n' * 9)
+    (tmp_path / "eval.jsonl").write_text('{"text": ""}\n' * 9)
+    train, evaluation = str(tmp_path / "train.jsonl"), str(tmp_path / "eval.jsonl")
+    config = DataConfig(source="jsonl", path=train, eval_path=evaluation)
+    assert len(open_source(config, "train")) == 9
+    with pytest.raises(ValueError, match=r"data\.eval_path=.*no text left for split 'eval'"):
+        open_source(config, "eval")
+
+
 def test_broken_lines_of_json(tmp_path):
     """Broken records are marked, not fatal; blank lines are none; bad bytes are kept."""
     lines = [
