@@ -25,6 +25,7 @@ from training.signals import Signals
 
 def main(argv: list[str]) -> int:
     """Runs to the end of the training, or to a signal; returns the exit code."""
+    open_streams()
     quiet_libraries()
     signals = Signals()  # first of all: a process that is starting can be told to stop as well
     try:
@@ -36,13 +37,23 @@ def main(argv: list[str]) -> int:
         start_jax(config, flags)
         return train(config, flags, signals)
     except ValueError as error:
-        if not str(error).startswith(("config.", "--")):
+        if not str(error).startswith(("config.", "--", "JAX_PLATFORMS")):
             raise
         return fail(error, 2)
     except SystemExit:
         raise
     except Exception as error:
         return failed(error)
+
+
+def open_streams() -> None:
+    """A closed stdout or stderr would lend its number to the next file that is opened."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
 
 
 def quiet_libraries() -> None:
@@ -75,6 +86,14 @@ def failed(error: Exception) -> int:
         return fail(
             f"{error}: not finite, so it is not saved; try a lower config.optimizer.learning_rate, "
             "or --config.train.skip_nonfinite=true",
+            1,
+        )
+    if isinstance(error, BrokenPipeError):
+        # What is left to write goes nowhere, or the interpreter would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return fail(
+            "stdout: whoever read it has gone; the steps saved before are untouched; "
+            "the same command goes on, try it with > log.txt",
             1,
         )
     if isinstance(error, OSError) and error.filename:
@@ -301,6 +320,10 @@ def other_parameters(parts: Parts, workdir: str, say: Any) -> dict[str, Any]:
         return {n: a for n, a in flatten(parts.shapes).items() if n.startswith("params/")}
 
     folder = checkpoint_folder("", workdir)
+    if "://" not in folder and not os.path.isdir(folder):
+        raise CheckpointError(
+            f"--init_from={workdir}: there is no folder {folder}; needs the workdir of another run"
+        )
     restored = Manager(folder, None, say).restore_latest(target, "stop")
     if restored is None:
         raise CheckpointError(f"--init_from={workdir}: there is no checkpoint in {folder}")
@@ -467,13 +490,13 @@ def conclude(parts: Parts, step: int, why: str, signals: Signals, evaluate: Any,
     reason = (
         f"stopped by {signals.stop or 'a signal to another process'}; " if why == "signal" else ""
     )
-    on = "" if why == "done" else "; the same command goes on from there"
+    on = "; the same command goes on from there" if why == "signal" else ""
     say(f"{reason}step {step} is saved in {folder}{on}")
 
 
 def leave(code: int) -> None:
     """Ends the process. One of several that failed must not wait for the others at the door."""
-    if code and "jax" in sys.modules and sys.modules["jax"].process_count() > 1:
+    if code and "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,6 +1,7 @@
 """Options from the command line, and every mistake as one line before anything starts."""
 
 import itertools
+import os
 import pathlib
 import re
 import subprocess
@@ -186,3 +187,11 @@ def test_train_py_ends_with_one_line_and_code_2(arguments, tmp_path):
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert not done.stdout and not (tmp_path / "run").exists()
+
+
+def test_devices_that_are_not_there_are_one_line(tmp_path):
+    command = [sys.executable, "train.py", "--config", SMOKE, f"--workdir={tmp_path / 'run'}"]
+    environment = os.environ | {"JAX_PLATFORMS": "abacus"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: JAX_PLATFORMS=abacus: ") and done.stderr.count("\n") == 1

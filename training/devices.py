@@ -29,7 +29,8 @@ def start_jax(needed: int, cache: str, processes: Processes) -> None:
         cache: folder of compiled programs, or "".
 
     Raises:
-        ValueError: the devices of a process do not fit the mesh, or there are no other processes.
+        ValueError: the devices of a process do not fit the mesh, there are no other processes, or
+            no devices of the kind that the environment asks for.
     """
     if "JAX_PLATFORMS" not in os.environ and not accelerator():
         # Without this libtpu, which is installed everywhere, looks for a TPU and warns.
@@ -58,6 +59,14 @@ def start_jax(needed: int, cache: str, processes: Processes) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     if processes.coordinator or tpu_pod():
         meet(processes)
+    try:
+        jax.devices()
+    except Exception as error:  # JAX has several kinds
+        text = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(
+            f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: JAX finds no such devices "
+            f"({text}); try JAX_PLATFORMS=cpu"
+        ) from None
 
 
 def meet(processes: Processes) -> None:
