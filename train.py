@@ -63,7 +63,9 @@ def quiet_libraries() -> None:
     def hook(unraisable: Any) -> None:
         # Where one array of a save fails, Orbax raises that and closes its event loop; threads of
         # TensorStore, still writing the others, then each print that they found it closed.
-        if str(unraisable.exc_value) != "Event loop is closed":
+        # Of arrays that cannot be read it raises the first; each other one would say so as well.
+        known = ("Event loop is closed", "Encountered error while reading array index")
+        if not str(unraisable.exc_value).startswith(known):
             sys.__unraisablehook__(unraisable)
 
     sys.unraisablehook = hook

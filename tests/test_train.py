@@ -208,3 +208,11 @@ def test_a_reader_that_goes_away_is_one_line(tmp_path):
 def test_closed_streams_do_not_matter(tmp_path, closed):
     train(tmp_path, "--config.train.steps=2", preexec_fn=lambda: os.close(closed))
     assert steps_on_disk(tmp_path) == [2] and list(reports(tmp_path)) == [1, 2]
+
+
+def test_arrays_that_are_gone_are_one_line(tmp_path):
+    train(tmp_path, "--config.train.steps=2")
+    files = (tmp_path / "checkpoints" / "2" / "state").rglob("*")
+    max(files, key=lambda file: file.stat().st_size).unlink()
+    done = train(tmp_path, "--config.train.steps=3", code=1)
+    assert "2: damaged" in done.stderr and done.stderr.count("\n") == 1, done.stderr
