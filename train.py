@@ -25,6 +25,7 @@ from training.signals import Signals
 
 def main(argv: list[str]) -> int:
     """Runs to the end of the training, or to a signal; returns the exit code."""
+    open_streams()
     quiet_libraries()
     signals = Signals()  # first of all: a process that is starting can be told to stop as well
     try:
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
         start_jax(config, flags)
         return train(config, flags, signals)
     except ValueError as error:
-        if not str(error).startswith(("config.", "--")):
+        if not str(error).startswith(("config.", "--", "JAX_PLATFORMS")):
             raise
         return fail(error, 2)
     except SystemExit:
@@ -45,14 +46,26 @@ def main(argv: list[str]) -> int:
         return failed(error)
 
 
+def open_streams() -> None:
+    """A closed stdout or stderr would lend its number to the next file that is opened."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
+
+
 def quiet_libraries() -> None:
     """Keeps stderr to our one line: what a library logs as an error it also raises."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
 
     def hook(unraisable: Any) -> None:
-        # Where one array of a save fails, Orbax raises that and closes its loop of events; threads
-        # that still write the others then each print that they found it closed.
-        if str(unraisable.exc_value) != "Event loop is closed":
+        # Where one array of a save fails, Orbax raises that and closes its event loop; threads of
+        # TensorStore, still writing the others, then each print that they found it closed.
+        # Of arrays that cannot be read it raises the first; each other one would say so as well.
+        known = ("Event loop is closed", "Encountered error while reading array index")
+        if not str(unraisable.exc_value).startswith(known):
             sys.__unraisablehook__(unraisable)
 
     sys.unraisablehook = hook
@@ -75,6 +88,14 @@ def failed(error: Exception) -> int:
         return fail(
             f"{error}: not finite, so it is not saved; try a lower config.optimizer.learning_rate, "
             "or --config.train.skip_nonfinite=true",
+            1,
+        )
+    if isinstance(error, BrokenPipeError):
+        # What is left to write goes nowhere, or the interpreter would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return fail(
+            "stdout: whoever read it has gone; the steps saved before are untouched; "
+            "the same command goes on, try it with > log.txt",
             1,
         )
     if isinstance(error, OSError) and error.filename:
@@ -194,10 +215,17 @@ def _fitting_mesh(axes: dict[str, int], devices: int) -> str:
 
 def model_config(config: Any, vocab_size: int) -> Any:
     """config.model as the frozen record that the model takes."""
+    import jax
+
     from model.config import ModelConfig
 
     options = dict(config.model)
     options["pattern"] = tuple(options["pattern"].replace(",", " ").split())
+    if options["kda_implementation"] == "mosaic_tpu" and jax.default_backend() != "tpu":
+        raise ValueError(
+            "config.model.kda_implementation='mosaic_tpu': needs a TPU; there is "
+            f"{jax.devices()[0].device_kind}; try auto"
+        )
     if options["kda_implementation"] == "auto":
         options["kda_implementation"] = None
     return ModelConfig(vocab_size=vocab_size, **options)
@@ -294,6 +322,10 @@ def other_parameters(parts: Parts, workdir: str, say: Any) -> dict[str, Any]:
         return {n: a for n, a in flatten(parts.shapes).items() if n.startswith("params/")}
 
     folder = checkpoint_folder("", workdir)
+    if "://" not in folder and not os.path.isdir(folder):
+        raise CheckpointError(
+            f"--init_from={workdir}: there is no folder {folder}; needs the workdir of another run"
+        )
     restored = Manager(folder, None, say).restore_latest(target, "stop")
     if restored is None:
         raise CheckpointError(f"--init_from={workdir}: there is no checkpoint in {folder}")
@@ -460,13 +492,13 @@ def conclude(parts: Parts, step: int, why: str, signals: Signals, evaluate: Any,
     reason = (
         f"stopped by {signals.stop or 'a signal to another process'}; " if why == "signal" else ""
     )
-    on = "" if why == "done" else "; the same command goes on from there"
+    on = "; the same command goes on from there" if why == "signal" else ""
     say(f"{reason}step {step} is saved in {folder}{on}")
 
 
 def leave(code: int) -> None:
     """Ends the process. One of several that failed must not wait for the others at the door."""
-    if code and "jax" in sys.modules and sys.modules["jax"].process_count() > 1:
+    if code and "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -4,6 +4,7 @@ A config is a file whose get_config() starts from this one's and changes what di
 can be set from the command line: --config.train.steps=20.
 """
 
+import difflib
 import math
 
 from ml_collections import ConfigDict
@@ -218,6 +219,7 @@ def check(config: ConfigDict) -> None:
     Raises:
         ValueError: one line that names the option, what it needs, and what would work.
     """
+    _check_names(config)
     _check_ranges(config)
     _check_choices(config)
     _check_rows(config)
@@ -257,6 +259,7 @@ _AT_LEAST = {
     "profile.start": 0,
     "profile.steps": 1,
 }
+_MOST = 2**31 - 1  # steps and positions are counted in int32
 _POSITIVE = {
     "optimizer.learning_rate": 1e-3,
     "optimizer.clip_norm": 1.0,
@@ -267,18 +270,41 @@ _CHOICES = {
     "optimizer.name": ("adamw", "muon"),
     "optimizer.schedule": ("cosine", "wsd"),
     "checkpoint.damaged": ("stop", "pass_over"),
+    "model.kda_implementation": ("auto", "mosaic_tpu", "chunked", "recurrent"),
 }
+
+
+def _check_names(config: ConfigDict) -> None:
+    """A config file unlocks the options to change them, so it can add, remove and retype them."""
+    known = get_config()
+    for group in [*known, *config]:
+        if group not in known or not isinstance(config.get(group), ConfigDict):
+            raise ValueError(
+                f"config.{group}: needs to be one of the groups of options {', '.join(known)}; "
+                "try to start from base.get_config() as configs/smoke.py does"
+            )
+    wanted, given = _flat(known), _flat(config)
+    for name in given:
+        if name not in wanted:
+            near = difflib.get_close_matches(name, wanted, 1) or ["one of configs/base.py"]
+            raise ValueError(f"config.{name}: there is no such option; try {near[0]}")
+    for name, default in wanted.items():
+        if name not in given:
+            raise ValueError(f"config.{name}: is missing; needs a value; try {default!r}")
+        whole = isinstance(default, float) and type(given[name]) is int
+        if not whole and type(given[name]) is not type(default):
+            raise _wrong(config, name, f"a value of type {type(default).__name__}", f"{default!r}")
 
 
 def _check_ranges(config: ConfigDict) -> None:
     for name, value in _flat(config).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise _wrong(config, name, "a finite number", "the default in configs/base.py")
+        if isinstance(value, int) and value > _MOST:
+            raise _wrong(config, name, f"a whole number <= {_MOST}", f"{_AT_LEAST.get(name, 1)}")
     for name, least in _AT_LEAST.items():
         if _get(config, name) < least:
             raise _wrong(config, name, f"a number >= {least}", f"{least}")
-    if config.train.seed >= 2**31:
-        raise _wrong(config, "train.seed", "a number < 2147483648", "0")
     for name, default in _POSITIVE.items():
         if not _get(config, name) > 0:
             raise _wrong(config, name, "a number > 0", f"{default}")

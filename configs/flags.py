@@ -58,10 +58,10 @@ def parse(argv: list[str]) -> tuple[ConfigDict, flags.FlagValues]:
     config = _load(path)
     canonical = [_canonical(config, name, value) for name, value in overrides]
     arguments = [argv[0], f"--config={path}", *canonical, *rest]
-    holder = config_flags.DEFINE_config_file(
-        "config", lock_config=True, flag_values=_FLAGS, sys_argv=arguments
-    )
     try:
+        holder = config_flags.DEFINE_config_file(
+            "config", lock_config=True, flag_values=_FLAGS, sys_argv=arguments
+        )
         left = _FLAGS(arguments)
     except (flags.Error, ValueError, TypeError) as error:
         raise ValueError(" ".join(str(error).split())) from None
@@ -121,8 +121,8 @@ def _load(path: str) -> ConfigDict:
             names = sorted(n for n in os.listdir(folder) if n.endswith(".py") and n[0] != "_")
         except OSError:
             names = []
-        close = difflib.get_close_matches(os.path.basename(path), names, 1) or ["kda_cp4.py"]
-        near = os.path.join(folder if names else "configs", close[0])
+        close = difflib.get_close_matches(os.path.basename(path), names, 1)
+        near = os.path.join(folder, close[0]) if close else "configs/kda_cp4.py"
         raise ValueError(f"--config={path}: there is no such file; try {near}")
     try:
         spec = importlib.util.spec_from_file_location("config_file", path)
@@ -131,7 +131,7 @@ def _load(path: str) -> ConfigDict:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         config = module.get_config()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         raise ValueError(
             f"--config={path}: cannot be read ({type(error).__name__}: {text}); "
@@ -224,7 +224,7 @@ def _int(name: str, current: int, text: str) -> str:
 def _check_processes() -> None:
     coordinator, count, number = _FLAGS.coordinator, _FLAGS.processes, _FLAGS.process_id
     if not coordinator:
-        if count > 1 or number >= 0:
+        if count not in (0, 1) or number >= 0:
             raise ValueError(
                 f"--coordinator: is missing; --processes={count} --process_id={number} need it; "
                 "try --coordinator=localhost:1234"
@@ -241,9 +241,11 @@ def _check_processes() -> None:
         raise ValueError(f"--processes={count}: needs the number of processes; try --processes=2")
     if not 0 <= number < count:
         raise ValueError(f"--process_id={number}: needs 0 to {count - 1}; try --process_id=0")
-    if ":" not in coordinator:
+    host, _, port = coordinator.rpartition(":")
+    if not host or not (port.isdecimal() and 0 < int(port) < 65536):
         raise ValueError(
-            f"--coordinator={coordinator}: needs host:port, or {AUTO}; try {coordinator}:1234"
+            f"--coordinator={coordinator}: needs host:port with a port from 1 to 65535, or {AUTO}; "
+            f"try {host or coordinator}:1234"
         )
 
 

@@ -5,10 +5,11 @@ it): the running Python's standard library, text files, JSONL, Parquet or ArrayR
 lists files and, for JSONL, finds where lines start; texts are read when asked for.
 """
 
+import errno
 import hashlib
 import os
 import sysconfig
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 
@@ -70,7 +71,9 @@ def open_source(config: DataConfig, split: str) -> DocumentSource:
     reader = _open_reader(config, option, path)
     records = np.arange(len(reader)) if config.eval_path else _split(reader, config, split)
     source = DocumentSource(reader, records, f"{config.source} {path}".rstrip())
-    if not source.sizes.any():
+    # Training says by itself that it finds no text; an evaluation of none would be a loss of 0.
+    empty = split == "eval" and not any(len(source[i].text) for i in range(len(source)))
+    if empty or not source.sizes.any():
         raise ValueError(
             f"config.data.{option}={path!r}: no text left for split {split!r}; give documents for "
             "evaluation as config.data.eval_path"
@@ -103,9 +106,9 @@ def _open_reader(config: DataConfig, option: str, path: str) -> Reader:
     if not os.path.exists(path):
         raise ValueError(f"config.data.{option}={path!r}: no such file or folder")
     if config.source == "text":
-        reader: Reader = _text_files(config, path)
+        reader: Reader = _text_files(config, option, path)
     else:
-        files = _files(path, _SUFFIXES[config.source])
+        files = _files(option, path, _SUFFIXES[config.source])
         if not files:
             raise ValueError(
                 f"config.data.{option}={path!r}: no {_SUFFIXES[config.source]} file in it"
@@ -135,22 +138,36 @@ def _standard_library() -> FileReader:
     return FileReader(root, files)
 
 
-def _text_files(config: DataConfig, path: str) -> FileReader:
+def _text_files(config: DataConfig, option: str, path: str) -> FileReader:
     root = path if os.path.isdir(path) else os.path.dirname(path)
     # One file is one document, so what is held out is its end.
     share = 0.0 if config.eval_path else config.eval_fraction
-    return FileReader(root, _files(path, ""), held_out_end=share)
+    return FileReader(root, _files(option, path, ""), held_out_end=share)
 
 
-def _files(path: str, suffix: str) -> list[str]:
-    if os.path.isfile(path):
-        return [path]
-    found = []
-    for folder, folders, names in os.walk(path):
+def _files(option: str, path: str, suffix: str) -> list[str]:
+    """The file, or those below the folder, all of which can be read.
+
+    Raises ValueError rather than leave out what may be a part of the corpus.
+    """
+
+    def refuse(error: OSError) -> NoReturn:
+        raise ValueError(
+            f"config.data.{option}={path!r}: {error.filename} cannot be read ({error.strerror}); "
+            "take it away or make it readable"
+        )
+
+    found = [path] if os.path.isfile(path) else []
+    for folder, folders, names in () if found else os.walk(path, onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += [
             os.path.join(folder, name)
             for name in names
             if name.endswith(suffix) and not name.startswith(".")
         ]
+    for file in found:
+        if not os.path.isfile(file):
+            refuse(OSError(errno.EINVAL, "a broken link, or no regular file", file))
+        if not os.access(file, os.R_OK):
+            refuse(OSError(errno.EACCES, os.strerror(errno.EACCES), file))
     return sorted(found)

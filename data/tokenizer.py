@@ -90,6 +90,10 @@ class HuggingFaceTokenizer:
                 f"config.data.tokenizer={path!r}: not a tokenizer.json that the tokenizers library "
                 f"reads ({_one_line(error)})"
             ) from None
+        if not self._tokenizer.get_vocab(with_added_tokens=True):
+            raise ValueError(
+                f"config.data.tokenizer={path!r}: its vocabulary is empty; try one that was trained"
+            )
         self._set_up()
         self.name = path
         self.fingerprint = f"{_digest(path)} {bos_token} {eos_token}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @functools.partial(
@@ -55,17 +56,19 @@ class Segments:
 def plan_segments(
     segment_ids: jax.Array, axis_name: str | None = None, max_segments: int | None = None
 ) -> Segments:
-    """Number the segments of `segment_ids` [B, T] integer.
+    """Number the segments of `segment_ids` [B, T] integer, of values that int32 holds.
 
     With axis_name the call stands inside `jax.shard_map` and T is the rank's part of the row; three
     integers a row are gathered over that axis. max_segments bounds arrays that `kda` returns with
     one entry a segment (final_state="all") and nothing else.
 
     Raises:
-        ValueError: for a wrong shape, dtype or bound, and when a row of concrete (not traced) ids
-            has more than max_segments segments. Under tracing `Segments.overflow` says so instead.
+        ValueError: for a wrong shape, dtype, axis or bound; for 64-bit ids, traced or beyond int32
+            (cut off, two documents could become one); and when a row of concrete (not traced)
+            ids has more than max_segments segments. Under tracing `Segments.overflow` says so.
     """
     _check(segment_ids, max_segments)
+    check_axis("plan_segments", axis_name)
     ids = segment_ids.astype(jnp.int32)
     valid = ids != 0
     rows, length = ids.shape
@@ -124,15 +127,56 @@ def pad_tokens(segments: Segments, extra: int) -> Segments:
     )
 
 
+def is_array(x: object) -> bool:
+    """Whether x has a shape and a type: an array of JAX or NumPy, concrete or traced."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def check_axis(caller: str, axis_name: str | None) -> None:
+    """Raises ValueError where axis_name is not an axis that a `jax.shard_map` around us maps."""
+    if axis_name is None:
+        return
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"{caller}: axis_name must be a mesh axis of the jax.shard_map around the call, "
+            f"got {axis_name!r}"
+        ) from None
+
+
 def _check(segment_ids: jax.Array, max_segments: int | None) -> None:
+    if not is_array(segment_ids):
+        raise ValueError(
+            f"plan_segments: segment_ids must be an array, got {type(segment_ids).__name__}"
+        )
     if segment_ids.ndim != 2 or 0 in segment_ids.shape:
         raise ValueError(
             f"plan_segments: segment_ids must be [B, T], not empty; got {segment_ids.shape}"
         )
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise ValueError(f"plan_segments: segment_ids must be integers, got {segment_ids.dtype}")
-    if max_segments is not None and max_segments < 1:
-        raise ValueError(f"plan_segments: max_segments must be at least 1, got {max_segments}")
+    if segment_ids.dtype.itemsize > 4:
+        _check_wide(segment_ids)
+    if max_segments is None:
+        return
+    if not isinstance(max_segments, (int, np.integer)) or max_segments < 1:
+        raise ValueError(
+            f"plan_segments: max_segments must be a whole number, at least 1, got {max_segments!r}"
+        )
+
+
+def _check_wide(ids: jax.Array) -> None:
+    """64-bit ids are taken where their values are known to fit into 32 bits."""
+    if isinstance(ids, jax.core.Tracer):
+        raise ValueError(
+            f"plan_segments: segment_ids must be int32 where they are traced, got {ids.dtype}"
+        )
+    low, high = int(ids.min()), int(ids.max())
+    if low < -(2**31) or high >= 2**31:
+        raise ValueError(
+            f"plan_segments: segment_ids must fit into int32, got values from {low} to {high}"
+        )
 
 
 def _fold_ranks(

@@ -1,6 +1,7 @@
 """Options from the command line, and every mistake as one line before anything starts."""
 
 import itertools
+import os
 import pathlib
 import re
 import subprocess
@@ -67,12 +68,16 @@ MISTAKES = [
     (["--config.train.steps=many"], "config.train.steps=many", "whole number"),
     (["--config.train.steps=none"], "config.train.steps=none", "needs 0"),
     (["--config.train.steps=0"], "config.train.steps=0", ">= 1"),
-    (["--config.train.seed=3e9"], "config.train.seed=3000000000", "< 2147483648"),
+    (["--config.train.seed=3e9"], "config.train.seed=3000000000", "<= 2147483647"),
+    (["--config.data.rows=1e30"], "config.data.rows=10000000000", "<= 2147483647"),
+    (["--config.mesh.tensor=1e30"], "config.mesh.tensor=10000000000", "<= 2147483647"),
+    (["--config.train.spike_window=1e30"], "config.train.spike_window=1", "<= 2147483647"),
     (["--config.optimizer.learning_rate=fast"], "config.optimizer.learning_rate=fast", "number"),
     (["--config.optimizer.learning_rate=nan"], "config.optimizer.learning_rate=nan", "finite"),
     (["--config.optimizer.learning_rate=-1"], "config.optimizer.learning_rate=-1.0", "> 0"),
     (["--config.optimizer.b2=1"], "config.optimizer.b2=1.0", "< 1"),
     (["--config.optimizer.name=sgd"], "config.optimizer.name='sgd'", "adamw"),
+    (["--config.model.kda_implementation=x"], "config.model.kda_implementation='x'", "try auto"),
     (["--config.optimizer.warmup_steps=20"], "config.optimizer.warmup_steps=20", "try 2"),
     (
         ["--config.optimizer.schedule=wsd", "--config.optimizer.decay_steps=16"],
@@ -97,6 +102,10 @@ MISTAKES = [
     (["--processes=2", "--process_id=0"], "--coordinator", "localhost"),
     (["--coordinator=a:1", "--processes=2", "--process_id=2"], "--process_id=2", "0 to 1"),
     (["--coordinator=a", "--processes=2", "--process_id=1"], "--coordinator=a", "host:port"),
+    (["--coordinator=a:b", "--processes=1", "--process_id=0"], "--coordinator=a:b", "try a:1234"),
+    (["--coordinator=a:99999", "--processes=1", "--process_id=0"], "a:99999", "from 1 to 65535"),
+    (["--processes=-1"], "--processes=-1", "--coordinator"),
+    (["--flagfile=/none"], "'/none'", "flagfile"),
     (["--coordinator=auto", "--processes=2"], "--coordinator=auto", "without --processes"),
 ]
 
@@ -119,6 +128,28 @@ def test_a_broken_config_file_is_one_line(tmp_path):
     broken.write_text("def get_config():\n    return 1 / 0\n")
     with pytest.raises(ValueError, match="ZeroDivisionError"):
         parse(config=str(broken))
+    broken.write_text("raise SystemExit(3)\n")
+    with pytest.raises(ValueError, match="SystemExit"):
+        parse(config=str(broken))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("config.train.stesp = 2", r"config\.train\.stesp: there is no such.*train\.steps"),
+        ("config.trian = config.train", r"config\.trian: needs to be one of the groups"),
+        ("del config['eval']", r"config\.eval: needs to be one of the groups"),
+        ("del config.eval['every']", r"config\.eval\.every: is missing; .* try 200"),
+        ("config.train.steps = None", r"config\.train\.steps=None: needs a value of type int"),
+    ],
+)
+def test_what_a_config_file_adds_removes_or_retypes_is_refused(tmp_path, line, message):
+    """Config files unlock the options, so nothing else notices."""
+    file = tmp_path / "own.py"
+    start = "from configs import base\ndef get_config():\n  config = base.get_config()\n"
+    file.write_text(f"{start}  with config.unlocked():\n    {line}\n  return config\n")
+    with pytest.raises(ValueError, match=message):
+        base.check(parse(config=str(file)))
 
 
 def test_every_option_has_a_comment():
@@ -146,6 +177,8 @@ def test_every_option_has_a_comment():
         ["--config", SMOKE, "--config.data.source=text", "--config.data.path=/none"],
         ["--config", SMOKE, "--config.mesh.tensor=4"],
         ["--config", SMOKE, "--config.model.pattern=mamba"],
+        ["--config", SMOKE, "--config.model.kda_implementation=mosaic_tpu"],
+        ["--config", SMOKE, "--config.mesh.tensor=1000000"],
     ],
 )
 def test_train_py_ends_with_one_line_and_code_2(arguments, tmp_path):
@@ -154,3 +187,11 @@ def test_train_py_ends_with_one_line_and_code_2(arguments, tmp_path):
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert not done.stdout and not (tmp_path / "run").exists()
+
+
+def test_devices_that_are_not_there_are_one_line(tmp_path):
+    command = [sys.executable, "train.py", "--config", SMOKE, f"--workdir={tmp_path / 'run'}"]
+    environment = os.environ | {"JAX_PLATFORMS": "abacus"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: JAX_PLATFORMS=abacus: ") and done.stderr.count("\n") == 1

@@ -151,6 +151,44 @@ def test_hidden_files_are_left_alone(tmp_path):
     assert sorted(both(DataConfig(source="text", path=str(tmp_path)))) == sorted(TEXTS[:5])
 
 
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_what_cannot_be_read_is_told_before_anything_is(kind, tmp_path, monkeypatch):
+    """Links to nowhere, pipes (which would be waited for), and what permissions forbid."""
+    suffix = ".jsonl" if kind == "jsonl" else ".txt"
+    for name in "ab":
+        (tmp_path / f"{name}{suffix}").write_bytes(b'{"text": "hello"}\n' * 3)
+    config = DataConfig(source=kind, path=str(tmp_path))
+    odd = tmp_path / f"odd{suffix}"
+    for make in (lambda: odd.symlink_to("nowhere"), lambda: os.mkfifo(odd)):
+        make()
+        with pytest.raises(ValueError, match=rf"config\.data\.path=.*odd{suffix} cannot be read"):
+            open_source(config, "train")
+        odd.unlink()
+    monkeypatch.setattr("os.access", lambda path, _: not path.endswith(f"b{suffix}"))
+    with pytest.raises(ValueError, match=rf"b{suffix} cannot be read \(Permission denied\)"):
+        open_source(config, "train")
+
+
+def test_a_folder_that_cannot_be_listed_is_told(tmp_path, monkeypatch):
+    def scandir(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr("os.scandir", scandir)
+    with pytest.raises(ValueError, match=r"cannot be read \(Permission denied\)"):
+        open_source(DataConfig(source="text", path=str(tmp_path)), "train")
+
+
+def test_an_evaluation_without_text_is_refused(tmp_path):
+    """Its loss would be 0, and the best of all checkpoints'."""
+    (tmp_path / "train.jsonl").write_text('{"text": "hello"}\n' * 9)
+    (tmp_path / "eval.jsonl").write_text('{"text": ""}\n' * 9)
+    train, evaluation = str(tmp_path / "train.jsonl"), str(tmp_path / "eval.jsonl")
+    config = DataConfig(source="jsonl", path=train, eval_path=evaluation)
+    assert len(open_source(config, "train")) == 9
+    with pytest.raises(ValueError, match=r"data\.eval_path=.*no text left for split 'eval'"):
+        open_source(config, "eval")
+
+
 def test_broken_lines_of_json(tmp_path):
     """Broken records are marked, not fatal; blank lines are none; bad bytes are kept."""
     lines = [

@@ -68,7 +68,12 @@ def segments(shape=(B, T), **options):
         ({"final_state": "every"}, r"final_state must be one of \['none', 'last', 'all'\]"),
         ({"state_policy": "keep"}, r"state_policy must be one of \['save', 'remat'\], got 'keep'"),
         ({"implementation": "triton"}, "implementation must be None or one of"),
-        ({"scale": jnp.ones(())}, "scale must be a number"),
+        ({"scale": jnp.ones(())}, "scale must be a finite number"),
+        ({"scale": float("nan")}, "scale must be a finite number, got nan"),
+        ({"v": None}, "v must be an array, got NoneType"),
+        ({"initial_state": [0.0]}, "initial_state must be an array, got list"),
+        ({"axis_name": "rows"}, "axis_name must be a mesh axis of the .* got 'rows'"),
+        ({"segments": jnp.ones((B, T), jnp.int32)}, r"come from plan_segments\(segment_ids\), got"),
         ({"segments": segments((B, T + 1))}, r"\[B, T\] = \(2, 10\), got \(2, 11\)"),
         (
             {"segments": segments(), "final_state": "all"},

@@ -137,6 +137,7 @@ def test_softplus_gate_at_large_inputs():
         ),
         (4, True, {"gate": "softplus", "slots": 1, "start": True, "final": "last"}),
         (2, False, {"slots": 3, "final": "all", "max_segments": 5}),
+        (2, True, {}),
     ],
 )
 def test_recurrent_backend(ranks, check_vma, options):

@@ -133,7 +133,9 @@ def test_another_runs_parameters_start_a_new_training(whole, tmp_path):
     first = reports(tmp_path)[1]["learning/loss"]
     assert first < reports(whole)[1]["learning/loss"] - 0.5
     done = train(tmp_path / "none", MESH, f"--init_from={tmp_path / 'nowhere'}", code=1)
-    assert "nowhere" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        "--init_from=" in done.stderr and "nowhere" in done.stderr and done.stderr.count("\n") == 1
+    )
 
 
 @pytest.mark.slow

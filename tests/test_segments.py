@@ -121,9 +121,22 @@ def test_overflow_is_said():
         (np.ones(4, np.int32), {}, r"must be \[B, T\], not empty; got \(4,\)"),
         (np.ones((2, 0), np.int32), {}, r"not empty; got \(2, 0\)"),
         (np.ones((2, 4), np.float32), {}, "must be integers, got float32"),
-        (np.ones((2, 4), np.int32), {"max_segments": 0}, "max_segments must be at least 1, got 0"),
+        (np.ones((2, 4), np.int32), {"max_segments": 0}, "at least 1, got 0"),
+        (np.ones((2, 4), np.int32), {"max_segments": 8.0}, "a whole number, at least 1, got 8.0"),
+        (np.ones((2, 4), np.int32), {"axis_name": "rows"}, "around the call, got 'rows'"),
+        # Cut off to 32 bits the first are one document, the second padding.
+        (np.array([[1, 2**32 + 1]]), {}, "fit into int32, got values from 1 to 4294967297"),
+        (np.array([[2**40, 2**40]]), {}, "fit into int32"),
+        ([[1, 2]], {}, "must be an array, got list"),
     ],
 )
 def test_refuses_what_is_not_a_row_of_ids(ids, options, message):
     with pytest.raises(ValueError, match=message):
-        plan_segments(jnp.asarray(ids), **options)
+        plan_segments(ids, **options)
+
+
+def test_wide_ids_are_taken_where_their_values_are_known():
+    segments = plan_segments(ROWS.astype(np.int64))
+    np.testing.assert_array_equal(segments.index, plan_segments(jnp.asarray(ROWS)).index)
+    with jax.enable_x64(True), pytest.raises(ValueError, match="must be int32 where they are"):
+        jax.jit(plan_segments)(jnp.asarray(ROWS, jnp.int64))

@@ -211,3 +211,10 @@ def test_errors_name_the_option(files, tmp_path):
             make_tokenizer(*arguments)
         assert said in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_an_empty_vocabulary_is_refused(tmp_path):
+    path = str(tmp_path / "tokenizer.json")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token="[UNK]")).save(path)
+    with pytest.raises(ValueError, match=r"config\.data\.tokenizer=.*vocabulary is empty"):
+        make_tokenizer(path)

@@ -193,3 +193,26 @@ def test_a_folder_without_permission_is_one_line(tmp_path):
     folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
     done = train(folder, NO_CACHE, code=1, preexec_fn=minding_permissions)
     assert "cannot write there" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_reader_that_goes_away_is_one_line(tmp_path):
+    run = Running(tmp_path, "--config.train.steps=100000", "--config.eval.every=0", separate=True)
+    run.until(" parameters")
+    run.process.stdout.close()
+    assert run.process.wait() == 1
+    text = run.process.stderr.read()
+    assert text.startswith("error: stdout: ") and text.count("\n") == 1, text
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_closed_streams_do_not_matter(tmp_path, closed):
+    train(tmp_path, "--config.train.steps=2", preexec_fn=lambda: os.close(closed))
+    assert steps_on_disk(tmp_path) == [2] and list(reports(tmp_path)) == [1, 2]
+
+
+def test_arrays_that_are_gone_are_one_line(tmp_path):
+    train(tmp_path, "--config.train.steps=2")
+    files = (tmp_path / "checkpoints" / "2" / "state").rglob("*")
+    max(files, key=lambda file: file.stat().st_size).unlink()
+    done = train(tmp_path, "--config.train.steps=3", code=1)
+    assert "2: damaged" in done.stderr and done.stderr.count("\n") == 1, done.stderr

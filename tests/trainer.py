@@ -50,15 +50,18 @@ def train(workdir, *arguments: str, code: int = 0, **options) -> subprocess.Comp
 
 
 class Running:
-    """A run that is under way; its lines (stdout and stderr) are read as they come."""
+    """A run that is under way; its lines (stdout and stderr) are read as they come.
 
-    def __init__(self, workdir, *arguments: str):
+    separate: stderr is a stream of its own, for the caller.
+    """
+
+    def __init__(self, workdir, *arguments: str, separate: bool = False):
         self.process = subprocess.Popen(
             command(workdir, *arguments),
             cwd=ROOT,
             env=environment(),
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE if separate else subprocess.STDOUT,
             text=True,
         )
         self.lines: list[str] = []

@@ -6,6 +6,7 @@ import importlib.util
 import os
 
 HEARTBEAT_SECONDS = 30  # a process that is silent for so long is dead, and the others stop
+MOST_SIMULATED = 1024  # each costs threads and memory; far more never get to an error message
 # Simulated devices share cores: on a busy machine one may reach a collective long after another.
 # XLA's own limit of 40 s would end the process.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
@@ -28,7 +29,8 @@ def start_jax(needed: int, cache: str, processes: Processes) -> None:
         cache: folder of compiled programs, or "".
 
     Raises:
-        ValueError: the devices of a process do not fit the mesh, or there are no other processes.
+        ValueError: the devices of a process do not fit the mesh, there are no other processes, or
+            no devices of the kind that the environment asks for.
     """
     if "JAX_PLATFORMS" not in os.environ and not accelerator():
         # Without this libtpu, which is installed everywhere, looks for a TPU and warns.
@@ -44,6 +46,11 @@ def start_jax(needed: int, cache: str, processes: Processes) -> None:
                 f"--processes={processes.count}: needs a divisor of the mesh's devices ({needed}); "
                 "try --processes=1"
             )
+        if share > MOST_SIMULATED:
+            raise ValueError(
+                f"config.mesh: needs {share} devices of this process; at most {MOST_SIMULATED} are "
+                "simulated on CPU; try smaller axes"
+            )
         jax.config.update("jax_num_cpu_devices", share)
     if cache:
         jax.config.update("jax_compilation_cache_dir", cache)
@@ -52,6 +59,14 @@ def start_jax(needed: int, cache: str, processes: Processes) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     if processes.coordinator or tpu_pod():
         meet(processes)
+    try:
+        jax.devices()
+    except Exception as error:  # JAX has several kinds
+        text = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(
+            f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: JAX finds no such devices "
+            f"({text}); try JAX_PLATFORMS=cpu"
+        ) from None
 
 
 def meet(processes: Processes) -> None:

@@ -77,6 +77,7 @@ def kda(
         q, k, v, decay, beta, segments,
         initial_state=initial_state, start_state=start_state, final_state=final_state, a_log=a_log,
         dt_bias=dt_bias, lower_bound=lower_bound, scale=scale, state_policy=state_policy,
+        axis_name=axis_name,
     )  # fmt: skip
     rows, heads, length, keys = q.shape
     if segments is None:

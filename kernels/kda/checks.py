@@ -1,17 +1,24 @@
 """What `kda` accepts, checked on shapes and dtypes alone, before anything is traced or compiled."""
 
+import math
+
 import jax.numpy as jnp
 
 from kernels.kda.problem import FinalState, StatePolicy
+from kernels.segments import Segments, check_axis, is_array
 
 TOKEN_DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
 
 
 def check(
     q, k, v, decay, beta, segments, *, initial_state, start_state, final_state, a_log, dt_bias,
-    lower_bound, scale, state_policy,
+    lower_bound, scale, state_policy, axis_name,
 ):  # fmt: skip
     """Raise ValueError with one line naming the argument, what it is and what it must be."""
+    _check_arrays(
+        q=q, k=k, v=v, decay=decay, beta=beta, initial_state=initial_state,
+        start_state=start_state, a_log=a_log, dt_bias=dt_bias,
+    )  # fmt: skip
     _require(
         q.ndim == 4 and 0 not in q.shape, f"q must be [B, H, T, K] and not empty, got {q.shape}"
     )
@@ -35,12 +42,18 @@ def check(
     _check_states(initial_state, start_state, (rows, heads, keys, values))
     _check_gate(a_log, dt_bias, lower_bound)
     _require(
-        scale is None or isinstance(scale, (int, float)), f"scale must be a number, got {scale!r}"
+        scale is None or (isinstance(scale, (int, float)) and math.isfinite(scale)),
+        f"scale must be a finite number, got {scale!r}",
     )
+    check_axis("kda", axis_name)
     _check_name("final_state", final_state, FinalState)
     _check_name("state_policy", state_policy, StatePolicy)
     if segments is None:
         return
+    _require(
+        isinstance(segments, Segments),
+        f"segments must come from plan_segments(segment_ids), got {type(segments).__name__}",
+    )
     _require(
         segments.index.shape == (rows, length),
         f"segments must be planned for segment_ids [B, T] = {(rows, length)}, got",
@@ -55,6 +68,15 @@ def check(
 def _require(fits: bool, message: str, x=None) -> None:
     if not fits:
         raise ValueError(f"kda: {message}" + ("" if x is None else f" {x.shape}"))
+
+
+def _check_arrays(**arrays) -> None:
+    optional = ("initial_state", "start_state", "a_log", "dt_bias")
+    for name, x in arrays.items():
+        _require(
+            is_array(x) or (x is None and name in optional),
+            f"{name} must be an array, got {type(x).__name__}",
+        )
 
 
 def _check_dtypes(**tokens) -> None:

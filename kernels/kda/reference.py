@@ -40,6 +40,7 @@ def recurrence(
 
     fresh = jnp.zeros((heads, keys, v.shape[-1]), dtype) if start_state is None else start_state
     fresh = jnp.broadcast_to(fresh.astype(dtype), (rows, 1, *fresh.shape))
+    fresh = fresh + 0 * index[0, 0]  # under shard_map typed as varying, like what a token makes
     given = fresh[:, :0] if initial_state is None else initial_state.astype(dtype)
     starts = jnp.concatenate([given, fresh], 1)  # the last slot serves every later segment
     slots = starts.shape[1] - 1
