@@ -80,9 +80,10 @@ def fail(error: object, code: int) -> int:
 def failed(error: Exception) -> int:
     """A failure while running: one line where its kind is known, else the traceback."""
     from checkpoints.manager import CheckpointError, first_line
+    from training.lock import LockError
     from training.report import NonFiniteError
 
-    if isinstance(error, CheckpointError):
+    if isinstance(error, (CheckpointError, LockError)):
         return fail(error, 1)
     if isinstance(error, NonFiniteError):
         return fail(
@@ -358,8 +359,7 @@ def train(config: Any, flags: Any, signals: Signals) -> int:
     """Builds, resumes, compiles, trains and saves. Returns the exit code."""
     import jax
 
-    from checkpoints.manager import CheckpointError
-    from training.report import NonFiniteError
+    from training.lock import lock
 
     name = command_line.config_name(flags["config"].config_filename)
     workdir = flags.workdir or os.path.join("runs", name)
@@ -370,10 +370,25 @@ def train(config: Any, flags: Any, signals: Signals) -> int:
             print(line, flush=True)
 
     parts = build(config, workdir)
-    say(describe(parts))
-    manager, steps = open_checkpoints(parts, say), config.train.steps
+    with contextlib.ExitStack() as stack:
+        stack.callback(parts.loader.close)
+        if primary:  # it alone writes to the folder itself
+            stack.enter_context(lock(workdir))
+        say(describe(parts))
+        train_from_last(parts, flags.init_from, signals, say)
+    return 0
+
+
+def train_from_last(parts: Parts, init_from: str, signals: Signals, say: Any) -> None:
+    """Resumes or begins, runs what is left of the steps, and waits for the last save."""
+    import jax
+
+    from checkpoints.manager import CheckpointError
+    from training.report import NonFiniteError
+
+    manager, steps = open_checkpoints(parts, say), parts.config.train.steps
     try:
-        state, start = first_state(parts, manager, flags.init_from, say)
+        state, start = first_state(parts, manager, init_from, say)
         if start < steps:
             run(parts, manager, state, start, signals)
         else:
@@ -385,9 +400,6 @@ def train(config: Any, flags: Any, signals: Signals) -> int:
             with contextlib.suppress(CheckpointError):
                 manager.close()
         raise
-    finally:
-        parts.loader.close()
-    return 0
 
 
 def run(parts: Parts, manager: Any, state: Any, start: int, signals: Signals) -> None:

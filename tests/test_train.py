@@ -180,6 +180,16 @@ def test_a_save_that_fails_in_the_background_ends_the_run(tmp_path):
     assert steps_on_disk(tmp_path) == [3] and max(reports(tmp_path)) < 15
 
 
+def test_a_folder_in_use_is_left_alone(tmp_path):
+    run = Running(tmp_path, "--config.train.steps=100000", "--config.eval.every=0")
+    run.until("step 2/")
+    done = train(tmp_path, code=1)
+    assert done.stderr.count("\n") == 1 and "another run is using it" in done.stderr, done.stderr
+    run.signal(signal.SIGTERM)
+    run.end(0)
+    assert len(steps_on_disk(tmp_path)) >= 1
+
+
 def minding_permissions():
     """Root may write anywhere: takes that right (CAP_DAC_OVERRIDE) from what it starts."""
     PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1  # linux/prctl.h, linux/capability.h
