@@ -110,16 +110,18 @@ def _attend_ours(case, mesh, q, k, v, decay, beta, ids):
 
 def _attend_tokamax(case, mesh, q, k, v, decay, beta, ids):
     import jax.numpy as jnp
+    from tokamax import config
     from tokamax._src.ops.kda import api, cp_utils
 
     parallel = None
     if case.ranks > 1:
         parallel = cp_utils.ContextParallelMetadata(mesh=mesh, axis_name="context")
         ids = jnp.ones((q.shape[1], q.shape[2]), jnp.int32)
-    return api.kimi_delta_attention(
-        q, k, v, decay, beta, segment_ids=ids, context_parallel_metadata=parallel,
-        max_num_segments=None if ids is None else case.documents, implementation="mosaic",
-    )[0]  # fmt: skip
+    with config.cross_compile(True):  # the TPU that it compiles for need not be here
+        return api.kimi_delta_attention(
+            q, k, v, decay, beta, segment_ids=ids, context_parallel_metadata=parallel,
+            max_num_segments=None if ids is None else case.documents, implementation="mosaic",
+        )[0]  # fmt: skip
 
 
 # --- one case, in a process of its own -----------------------------------------------------------
@@ -188,13 +190,20 @@ def measure(name: str, tokens: int, topology: str, library: str, which: str) -> 
         )  # fmt: skip
         lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
         if not lines:
-            return {"error": child.stderr.strip().splitlines()[-1][:200] if child.stderr else "?"}
+            return {"error": error_line(child.stderr)}
         found = schedule.read(dump)
     return json.loads(lines[-1]) | {
         "bundles": found.total,
         "forward": found.of("kda_forward"),
         "backward": found.of("kda_backward"),
     }
+
+
+def error_line(stderr: str) -> str:
+    """The last line of a traceback that names the error; JAX writes a note of its own after it."""
+    lines = [line for line in stderr.splitlines() if line.strip() and not line[0].isspace()]
+    named = [line for line in lines if ": " in line and not line.startswith("For simplicity")]
+    return (named or lines or ["no message"])[-1][:200]
 
 
 def show(name, tokens, topology, library, which, result) -> None:
