@@ -160,6 +160,29 @@ def test_killed_fifty_times_at_any_moment(tmp_path):
     assert digests_of(killed, 2000) == digests_of(tmp_path / "whole", 2000)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_stop_at_any_moment(tmp_path, number):
+    """Twenty times, mostly in evaluations and saves, which come with every step here; also while
+    it starts, restores and compiles. Each time one step is saved, the exit code is 0, and the
+    losses in the end are those of a run that was never stopped."""
+    arguments = ["--config.train.steps=400", "--config.checkpoint.every=1", "--config.eval.every=1"]
+    train(tmp_path / "whole", *arguments)
+    chance, stopped, steps = random.Random(1), tmp_path / "stopped", [-1]
+    while steps[-1] < 400 and len(steps) <= 20:
+        run = Running(stopped, *arguments)
+        # Python must have come as far as the first line of main to take a signal in order.
+        run.until(" parameters on " if len(steps) % 2 else "step ")
+        time.sleep(chance.uniform(0.0, 1.5))
+        run.signal(number)
+        text = run.end(0)
+        steps.append(steps_on_disk(stopped)[-1])
+        assert f"stopped by {number.name}; step {steps[-1]} is saved" in text, text
+        assert steps[-1] >= steps[-2]
+    train(stopped, *arguments)
+    assert learning(stopped) == learning(tmp_path / "whole")
+
+
 def digests_of(workdir, step: int) -> dict[str, int]:
     """A digest of every array of a step, as saved."""
     manager = Manager(str(workdir / "checkpoints"))
