@@ -34,10 +34,11 @@ def ids_of(*rows) -> np.ndarray:
 
 def make_case(
     ids, *, heads=2, keys=16, values=16, gate="given", dtype="float32", slots=0, start=False,
-    final="none", max_segments=None, decay=None, beta=None, same_keys=False, seed=0, **options,
+    final="none", max_segments=None, decay=None, beta=None, same_keys=False, positive=False, seed=0,
+    **options,
 ) -> Case:  # fmt: skip
     """Random inputs; decay names a profile of the given gate, beta a constant, gate one of "given",
-    "softplus", "bounded"."""
+    "softplus", "bounded"; positive: q and k uniform from 0 to 1."""
     rng = np.random.default_rng(seed)
     rows, length = ids.shape
     token = (rows, heads, length)
@@ -49,6 +50,8 @@ def make_case(
     }
     if same_keys:
         arrays["k"] = np.broadcast_to(arrays["k"][:, :, :1], arrays["k"].shape)
+    if positive:
+        arrays |= {n: rng.uniform(size=arrays[n].shape) for n in ("q", "k")}
     arrays["decay"] = _decay(rng, (*token, keys), decay or ("mild" if gate == "given" else "raw"))
     arrays["beta"] = 1 / (1 + np.exp(-normal(token))) if beta is None else np.full(token, beta)
     options = {"qk_l2norm": True, "final_state": final} | options
@@ -72,6 +75,8 @@ def make_case(
 def _decay(rng, shape, profile):
     if profile == "mild":
         return -0.05 * np.abs(rng.standard_normal(shape))
+    if profile == "slow":
+        return -0.001 * np.abs(rng.standard_normal(shape))
     if profile == "none":
         return np.zeros(shape)
     if profile == "strong":  # forgets everything at a tenth of the tokens

@@ -77,6 +77,14 @@ def test_strong_decay_in_bfloat16(profile):
     check(run(case), oracle(case), KDA_BOUNDS_BFLOAT16)
 
 
+@pytest.mark.parametrize("profile", [{"decay": "slow", "beta": 1.0}, {"positive": True}], ids=str)
+def test_roundings_that_add_up_in_bfloat16(profile):
+    """See test_kda_mosaic_forward.py."""
+    ids = ids_of([(512, 1)])
+    case = make_case(ids, keys=128, values=128, dtype="bfloat16", **profile, final="last")
+    check(run(case), oracle(case), KDA_BOUNDS_BFLOAT16)
+
+
 def test_identical_keys_in_bfloat16():
     case = make_case(PACKED, dtype="bfloat16", **PROFILES[4], slots=1, final="last")
     check(run(case), oracle(case), KDA_BOUNDS_NEAR_KEYS)

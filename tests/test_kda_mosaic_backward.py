@@ -52,12 +52,13 @@ def zero_at_padding(case, result):
         assert (found == 0).all(), name
 
 
-@pytest.mark.parametrize("profile", ["mild", "strong", "same keys"])
+@pytest.mark.parametrize("profile", ["mild", "strong", "positive", "same keys"])
 def test_profiles_bfloat16(profile):
     same = profile == "same keys"
     case = case_of(
-        ids_of([(150, 1)]), dtype="bfloat16", decay="none" if same else profile,
-        same_keys=same, beta=1.0 if same else None,
+        ids_of([(150, 1)]), dtype="bfloat16",
+        decay={"same keys": "none", "positive": "mild"}.get(profile, profile),
+        same_keys=same, positive=profile == "positive", beta=1.0 if same else None,
     )  # fmt: skip
     case = with_narrow_decay(case)
     check(run(case), oracle(case), KDA_BOUNDS_NEAR_KEYS if same else KDA_BOUNDS_BFLOAT16)

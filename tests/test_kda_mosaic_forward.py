@@ -47,13 +47,17 @@ def random_case(
         k = normal(rows, heads, 1, keys) + 0.05 * k
     if profile == "identical":
         k = np.broadcast_to(normal(rows, heads, 1, keys), k.shape)
+    if profile == "positive":
+        q, k = rng.uniform(size=q.shape), rng.uniform(size=k.shape)
     if unit:
         q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     decay, beta = -0.05 * np.abs(normal(*shape, keys)), 1 / (1 + np.exp(-normal(*shape)))
     if profile == "strong":
         decay = 100 * decay
         decay[:, :, rng.random(length) < 0.1] = -1000
-    if profile in ("near", "identical"):
+    if profile == "slow decay":
+        decay = 0.02 * decay
+    if profile in ("near", "identical", "slow decay"):
         beta = np.ones(shape)
     if profile == "identical":
         decay = np.zeros_like(decay)
@@ -159,6 +163,17 @@ def test_profiles(profile, dtype):
     assert error(out, ref) < bound
     if profile != "identical" or dtype == jnp.float32:  # there the state itself is a difference
         assert error(last, ref_last) < bound
+
+
+@pytest.mark.parametrize(("profile", "length"), [slow("slow decay", 512), ("positive", 192)])
+def test_profiles_in_which_roundings_add_up(profile, length):
+    """Slow decay with beta = 1: all roundings of a long state's way stay in it. All q and k
+    positive: scores times new values is a small difference of large sums."""
+    case = random_case(profile, length=length)
+    out, last = run(case, final_state="last")
+    ref, ref_last, _ = recurrence(case, 128**-0.5)
+    assert error(out, ref) < KDA_BFLOAT16
+    assert error(last, ref_last) < KDA_BFLOAT16
 
 
 @pytest.mark.parametrize(

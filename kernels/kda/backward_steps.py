@@ -111,7 +111,7 @@ class Steps:
         """Run the chain; leaves dr and the exit states' cotangents in the units, rounded."""
         carry, dtype = self.s["carry"], self.plan.dtype
         for p, u in enumerate(units):
-            u.a, u.aqk = (self.s["matrices"][slot, 2 * p + i] for i in (0, 1))
+            u.a, u.w = (self.s["matrices"][slot, 2 * p + i] for i in (0, 1))
             u.d_state = self._pair(carry, p)
         dr, entries = backward_tiles.chain(units)
         for p, u in enumerate(units):

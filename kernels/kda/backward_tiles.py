@@ -2,11 +2,12 @@
 
 A chunk's backward has two stages. The chain carries the state's cotangent from chunk to chunk,
 
-    dvn = Aqk^T do + kg dS'     dr = A'^T dvn     dS = exp(G) dS' + (q exp g)^T do - (k exp g)^T dr
+    dr = W^T do + A'^T (kg dS')     dS = exp(G) dS' + (q exp g)^T do - (k exp g)^T dr
 
-with do already times `scale` and A' = A diag(beta), so that dr = beta dvb carries all factors of
-beta. The local stage takes (dr, dS', S, vn) and yields the gradients. With F = Tril[do vn^T] and
-M = -StrictTril[dr vn^T], restricted to a level n (pair_tiles.py), it is one product a level,
+with do already times `scale`, A' = A diag(beta) and W = Aqk A', so that dr = beta dvb carries all
+factors of beta. The local stage takes (dr, dS', S, vn) and yields the gradients. With F = Tril[do
+vn^T] and M = -StrictTril[dr vn^T], restricted to a level n (pair_tiles.py), it is one product a
+level,
 
     [F 0; M 0; M^T F^T] @ [k E_n; q E_n]        rows: dq, dk as a query, dk as a key
 
@@ -60,7 +61,7 @@ class Unit:
     total: Array
     # Set as the stages come to need them:
     a: Array = field(init=False)  # A diag(beta) [C, 2C]
-    aqk: Array = field(init=False)  # unscaled scores [C, 2C]
+    w: Array = field(init=False)  # Aqk A diag(beta), unscaled [C, 2C]
     d_state: Array = field(init=False)  # cotangent of the exit state, transposed [V, 2K]
     v: Array = field(init=False)  # [C, 2V]
     state: Array = field(init=False)  # entry state, transposed [V, 2K]
@@ -133,13 +134,13 @@ def chain(units: Sequence[Unit]) -> tuple[list[Array], list[Array]]:
     """(dr [C, 2V], cotangent of the entry state [V, 2K]), float32, of each unit, whose d_state is
     float32 here."""
     dtype = units[0].d_out.dtype
-    turned = [transpose_tokens(u.a, u.aqk) for u in units]
+    turned = [transpose_tokens(u.w, u.a) for u in units]
     rights = [stack_heads(u.d_state.astype(dtype)) for u in units]
     kg = [u.k * u.suffix for u in units]
     reads = [above(u.q * u.prefix, u.k * u.prefix) for u in units]
-    dvn = [dot(t[1], stack_heads(u.d_out)) for t, u in zip(turned, units)]
-    dvn = [x + dot(g, r, (1, 1)) for x, g, r in zip(dvn, kg, rights)]
-    dr = [dot(t[0], stack_heads(x.astype(dtype))) for t, x in zip(turned, dvn)]
+    stored = [dot(g, r, (1, 1)).astype(dtype) for g, r in zip(kg, rights)]
+    both = [above(stack_heads(u.d_out), stack_heads(x)) for u, x in zip(units, stored)]
+    dr = [dot(aside(*t), x) for t, x in zip(turned, both)]
     grown = [
         dot(turn_tokens(u.d_out, -x.astype(dtype)), stack_heads(r))
         for u, x, r in zip(units, dr, reads)

@@ -11,7 +11,8 @@ products from its start and to its end, and G their product over the whole tile:
 
 X, O, Z is what given start states add (`states`). float32 inputs run in float32 throughout; with
 bfloat16 inputs the operands of the matrix products are rounded to bfloat16, except for those of the
-inverse A and with it; accumulation, gates, decay products and states are float32.
+inverse A and with it, and of Aqk vn, where large sums cancel if keys are alike; accumulation,
+gates, decay products and states are float32.
 """
 
 import functools
@@ -95,7 +96,7 @@ def forward(problem: Problem, inputs: Inputs, segments: Segments):
             local = local_part(tokens, here, starts, dtype)
             kept = kept._replace(entry=put_step(kept.entry, state, group, n))
             state, S, vn = through_tiles(state, tokens, local, starts, dtype)
-            o = dot(tokens.q * local.P, S, "ab", dtype) + dot(local.Aqk, vn, "ab", dtype)
+            o = dot(tokens.q * local.P, S, "ab", dtype) + dot(local.Aqk, vn, "ab")
             o = o if starts is None else o + starts.out
             out = put_step(out, jnp.where(here.tiles.valid, o, 0), group, n)
             return state, (out, _keep(call, kept, local, S, vn, group, n))

@@ -15,8 +15,8 @@ local work of all chunks comes first (`_local_phase`), and a wave of states foll
 works on the next.
 
 In VMEM for the whole call: the group's states [heads, V, K] float32, transposed, and two constant
-tables. Written: the output, what the backward keeps (entry states of chunks, A diag(beta), scores
-of q with k, and with StatePolicy.SAVE vn), and the states asked for.
+tables. Written: the output, what the backward keeps (entry states of chunks, two matrices
+between tokens, and with StatePolicy.SAVE vn), and the states asked for.
 
 Segments. A decay of -1e30 at a segment's first token resets the state inside the chunk, for free.
 Where segments may start from other states than zero, or every segment's state is asked for
@@ -72,7 +72,7 @@ class Operands(NamedTuple):
 class Outputs(NamedTuple):
     out: Any  # [heads, T, V]
     states: Any  # V // C arrays [heads, T, K]: rows v = C j .. of chunk n's entry state at C n
-    matrices: Any  # [heads, T, 2C]: of pair p, A diag(beta) at 2p and unscaled q k scores at 2p + 1
+    matrices: Any  # [heads, T, 2C]: of pair p, A' = A diag(beta) at 2p and Aqk A' at 2p + 1
     vn: Any  # [heads, T, V], or None
     exit: Any  # [heads, V, K] float32: the state at the rank's end, or None
     finals: Any  # [heads, max_segments, V, K] float32, or None

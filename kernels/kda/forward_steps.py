@@ -46,18 +46,18 @@ def parked_unit(s: dict[str, Any], slot, c: int, p: int) -> tiles.Local:
     """What the local phase left of a unit."""
     p_, qg, kg = (pair_of_heads(s[x], slot, c, p) for x in ("p", "qg", "kg"))
     total = [s["total"][slot, c, h : h + 1] for h in (2 * p, 2 * p + 1)]
-    a, aqk = get_matrices(s, slot, c, p)
-    return tiles.Local(a, aqk, p_, qg, kg, jnp.concatenate(total, axis=1))
+    a, w = get_matrices(s, slot, c, p)
+    return tiles.Local(a, w, p_, qg, kg, jnp.concatenate(total, axis=1))
 
 
 def put_matrices(s: dict[str, Any], slot, units, locals_: list[tiles.Local]) -> None:
     for (c, p), unit in zip(units, locals_):
         s["matrices"][slot, 2 * p, pl.ds(c * C, C)] = unit.a
-        s["matrices"][slot, 2 * p + 1, pl.ds(c * C, C)] = unit.aqk
+        s["matrices"][slot, 2 * p + 1, pl.ds(c * C, C)] = unit.w
 
 
 def get_matrices(s: dict[str, Any], slot, c: int, p: int) -> tuple[jax.Array, jax.Array]:
-    """(A diag(beta), unscaled scores of q with k) [C, 2C] of a unit."""
+    """(A diag(beta), Aqk A diag(beta)) [C, 2C] of a unit."""
     tokens = pl.ds(c * C, C)
     return s["matrices"][slot, 2 * p, tokens], s["matrices"][slot, 2 * p + 1, tokens]
 
@@ -72,11 +72,12 @@ def local_work(plan: Plan, tile: Tile, s: dict[str, Any], units) -> list[tiles.L
         ladders = tiles.decay_ladders([tile.decay(*u) for u in block], sums)
         queries, keys = [tile.query(*u) for u in block], [tile.key(*u) for u in block]
         found += tiles.local_scores(queries, keys, ladders, table, plan.dtype)
-    lowers = [tile.beta_columns(*u) * kk for u, (_, kk) in zip(units, found)]
-    inverses = tiles.inverses(lowers, table, plan.dtype)
-    for u, (local, _), x in zip(units, found, inverses):
+    lowers = [tile.beta_columns(*u) * kk for u, (_, _, kk) in zip(units, found)]
+    inverses, reads = tiles.inverses(lowers, [qk for _, qk, _ in found], table, plan.dtype)
+    for u, (local, _, _), x, y in zip(units, found, inverses, reads):
         local.a = (x * tile.beta_row(*u)).astype(plan.dtype)
-    return [local for local, _ in found]
+        local.w = (y * tile.beta_row(*u)).astype(plan.dtype)
+    return [local for local, _, _ in found]
 
 
 def get_states(s: dict[str, Any], pairs: int) -> list[jax.Array]:
@@ -127,7 +128,7 @@ def _pieces(plan, ops, outs, s, tile: Tile, g, n, slot, c: int) -> None:
         here, keep = [], []
         for p, ladder in zip(pairs, tiles.decay_ladders(decays, s["sums"][...])):
             local = tiles.entry_factors(tile.query(c, p), tile.key(c, p), ladder, plan.dtype)
-            local.a, local.aqk = get_matrices(s, slot, c, p)
+            local.a, local.w = get_matrices(s, slot, c, p)
             here.append(local)
             mine = tile.of_rows("piece", c, p, plan.values) == i
             keep.append(mine.astype(jnp.float32))

@@ -293,8 +293,11 @@ def _place(found: Array, n: int, table: Array, qk: list[Array], kk: list[Array])
 # units share (`_products`).
 
 
-def inverses(lowers: Sequence[Array], table: Array, dtype) -> list[Array]:
-    """(I + L)^-1 for strictly lower L [C, 2C] float32 (two heads on lanes); float32 result.
+def inverses(
+    lowers: Sequence[Array], reads: Sequence[Array], table: Array, dtype
+) -> tuple[list[Array], list[Array]]:
+    """(I + L)^-1 and Q (I + L)^-1 for strictly lower L and scores Q [C, 2C] float32 (two heads on
+    lanes); float32 results.
 
     Blocks of 8 by the Neumann series (exact there: L^8 = 0), then doubling: the inverse of
     [[P, 0], [L, R]] has the block -R^-1 L P^-1. In bfloat16 one step X <- X + X (I - (I + L) X)
@@ -312,8 +315,8 @@ def inverses(lowers: Sequence[Array], table: Array, dtype) -> list[Array]:
             for x, y in zip(xs, found)
         ]
     if dtype == jnp.float32:
-        return xs
-    return _refine(lowers, xs, jnp.where(table == 0, 1.0, 0.0))
+        return xs, [dot(q, stack_narrow(x)) for q, x in zip(reads, xs)]
+    return _refine(lowers, reads, xs, jnp.where(table == 0, 1.0, 0.0))
 
 
 def _small_inverses(minus: Sequence[Array], dtype) -> list[Array]:
@@ -375,15 +378,25 @@ def _products(lefts: Sequence[Array], rights: Sequence[Array], dtype) -> list[Ar
     return out + [dot(x.astype(dtype), y) for x, y in zip(lefts[len(out) :], rights[len(out) :])]
 
 
-def _refine(lowers: Sequence[Array], xs: Sequence[Array], eye: Array) -> list[Array]:
+def _refine(
+    lowers: Sequence[Array], reads: Sequence[Array], xs: Sequence[Array], eye: Array
+) -> tuple[list[Array], list[Array]]:
+    """With X rounded and E = I - (I + L) X: (X + X E, Q X + Q X E), L and Q in two parts.
+
+    Q takes the right operands that L and X load, so it costs left rows only. With that many of them
+    units share no product: half of its results would be dropped.
+    """
     rounded = [x.astype(jnp.bfloat16) for x in xs]
     stacked = [stack_narrow(x) for x in rounded]
-    lefts = [jnp.concatenate(split(low, 2), axis=1) for low in lowers]
-    lx = _products(lefts, [jnp.concatenate([x, x], axis=0) for x in stacked], jnp.bfloat16)
+    both = [jnp.concatenate(pair, axis=0) for pair in zip(lowers, reads)]
+    lefts = [jnp.concatenate(split(x, 2), axis=1) for x in both]
+    found = [dot(x, jnp.concatenate([y, y], axis=0)) for x, y in zip(lefts, stacked)]
     whole = [x.astype(jnp.float32) for x in rounded]
-    error = [(eye - x - y).astype(jnp.bfloat16) for x, y in zip(whole, lx)]
-    fix = _products(rounded, [stack_narrow(x) for x in error], jnp.bfloat16)
-    return [x + f for x, f in zip(whole, fix)]
+    errors = [(eye - x - y[:C]).astype(jnp.bfloat16) for x, y in zip(whole, found)]
+    firsts = [jnp.concatenate([x, y[C:]], axis=0) for x, y in zip(whole, found)]
+    fixes = [dot(x.astype(jnp.bfloat16), stack_narrow(e)) for x, e in zip(firsts, errors)]
+    fixed = [x + f for x, f in zip(firsts, fixes)]
+    return [x[:C] for x in fixed], [x[C:] for x in fixed]
 
 
 # --- local work and state -----------------------------------------------------------------------
@@ -393,12 +406,12 @@ def _refine(lowers: Sequence[Array], xs: Sequence[Array], eye: Array) -> list[Ar
 class Local:
     """What the state pass needs of one unit; matrices in the compute dtype.
 
-    a: A diag(beta) [C, 2C]; aqk: unscaled scores of q with k [C, 2C], both filled in last; p: k
+    a: A diag(beta), w: Aqk A diag(beta) with unscaled Aqk, [C, 2C], both filled in last; p: k
     exp(g), qg: q exp(g), kg: k exp(G - g) [C, 2K]; total: exp(G) [1, 2K] float32.
     """
 
     a: Any
-    aqk: Any
+    w: Any
     p: Array
     qg: Array
     kg: Array
@@ -407,15 +420,11 @@ class Local:
 
 def local_scores(
     queries: Sequence[Array], keys: Sequence[Array], ladders: Sequence[Ladder], table: Array, dtype
-) -> list[tuple[Local, Array]]:
-    """`Local` without `a`, and k k^T decayed, of each unit."""
+) -> list[tuple[Local, Array, Array]]:
+    """`Local` without its matrices, and the decayed scores q k^T and k k^T, of each unit."""
     qk, kk = scores(queries, keys, ladders, table, dtype)
-    out = []
-    for q, k, ladder, s, l in zip(queries, keys, ladders, qk, kk):
-        local = entry_factors(q, k, ladder, dtype)
-        local.aqk = s.astype(dtype)
-        out.append((local, l))
-    return out
+    units = zip(queries, keys, ladders)
+    return [(entry_factors(*unit, dtype), s, l) for unit, s, l in zip(units, qk, kk)]
 
 
 def entry_factors(q: Array, k: Array, ladder: Ladder, dtype) -> Local:
@@ -434,17 +443,33 @@ def state_step(
 
     States are transposed and two heads wide: [V, 2K] float32. keep [C, 2V] float32 of 0 and 1: the
     tokens that take part.
+
+    Outputs come from what vn comes from, not from vn: where keys are alike Aqk vn is a difference
+    of large sums, and roundings of Aqk, A and vn would stay in it. In W = Aqk A diag(beta) it is
+    taken before anything is rounded.
     """
     dtype = units[0].p.dtype
     rights = [stack_heads(s.astype(dtype)) for s in states]
     read = [dot(jnp.concatenate([u.p, u.qg], axis=0), s, (1, 1)) for u, s in zip(units, rights)]
     rhs = [(v.astype(jnp.float32) - r[:C]).astype(dtype) for v, r in zip(values, read)]
-    vn = [dot(u.a, stack_heads(r)) for u, r in zip(units, rhs)]
-    vn = [x.astype(dtype) for x in (vn if keep is None else _masked(vn, keep))]
-    outs = [r[C:] + dot(u.aqk, stack_heads(n)) for u, r, n in zip(units, read, vn)]
-    grown = [dot(stack_rows(n), stack_heads(u.kg), (0, 0)) for u, n in zip(units, vn)]
+    lefts = [jnp.concatenate([u.a, u.w], axis=0) for u in units]
+    new = [dot(x, stack_heads(r)) for x, r in zip(lefts, rhs)]
+    vn = [x[:C] for x in new]
+    vn = vn if keep is None else _masked(vn, keep)
+    outs = [r[C:] + x[C:] for r, x in zip(read, new)]
+    grown = [_grown(n, u.kg) for u, n in zip(units, vn)]
     exits = [u.total * s + g for u, s, g in zip(units, states, grown)]
-    return outs if keep is None else _masked(outs, keep), vn, exits
+    return outs if keep is None else _masked(outs, keep), [x.astype(dtype) for x in vn], exits
+
+
+def _grown(vn: Array, kg: Array) -> Array:
+    """What a chunk adds to the state [V, 2K], from float32 vn. In bfloat16 vn goes in two parts,
+    for which the MXU has depth to spare: where decay is slow its roundings would add up."""
+    kg = stack_heads(kg)
+    if kg.dtype == jnp.float32:
+        return dot(stack_rows(vn), kg, (0, 0))
+    parts = jnp.concatenate([stack_rows(x) for x in split(vn, 2)], axis=0)
+    return dot(parts, jnp.concatenate([kg, kg], axis=0), (0, 0))
 
 
 def _masked(xs: Sequence[Array], keep: Sequence[Array]) -> list[Array]:
