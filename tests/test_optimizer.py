@@ -136,3 +136,26 @@ def test_moments_lie_where_their_parameters_do(optimizer):
     assert len(rules) == len(jax.tree.leaves(param_specs(MIXED)))
     assert any(s.sharding.spec != jax.P(*[None] * s.ndim) for s in params.values()), "all whole"
     assert jnp.float32 == params["embedding"].dtype
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_ranks_of_a_sequence_share_out_the_layers_moments_and_their_update(optimizer):
+    cfg, mesh = dataclasses.replace(MIXED, repeats=2), make_mesh(context=2)
+    rule = make_optimizer(dataclasses.replace(OPTIONS, name=optimizer), cfg)
+    shapes = state_shapes(cfg, mesh, rule, 2, 4)
+    cut = [
+        leaf.sharding.shard_shape(leaf.shape) == (1, *leaf.shape[1:])
+        for path, leaf in flatten(shapes.opt_state).items()
+        if "/blocks/" in path and leaf.ndim > 1
+    ]
+    assert cut and all(cut)
+    assert all(x.sharding.shard_shape(x.shape) == x.shape for x in jax.tree.leaves(shapes.params))
+    params = make_params(cfg)
+    gradients = jax.tree.map(jnp.cos, params)
+    alone, _ = jax.jit(rule.update)(gradients, rule.init(params), params)
+    where = jax.tree.map(lambda x: x.sharding, (shapes.params, shapes.opt_state))
+    given = jax.device_put((gradients, rule.init(params), params), (*where, where[0]))
+    shared, _ = jax.jit(rule.update, out_shardings=where)(*given)
+    for name, update in flatten(shared).items():
+        expected = flatten(alone)[name]
+        np.testing.assert_allclose(update, expected, rtol=1e-4, atol=1e-6, err_msg=name)

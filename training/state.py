@@ -105,7 +105,7 @@ def _moment_sharding(param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Na
     """
     layers, *rest = sharding.spec or (None,)
     ranks = sharding.mesh.shape[CONTEXT]
-    if layers is not None or param.ndim < 2 or param.shape[0] % ranks:
+    if ranks == 1 or layers is not None or param.ndim < 2 or param.shape[0] % ranks:
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(CONTEXT, *rest))
 
