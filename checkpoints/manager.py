@@ -6,6 +6,7 @@ is one line. Only arrays and JSON are read: nothing in a checkpoint is ever exec
 """
 
 import dataclasses
+import importlib.util
 import json
 from collections.abc import Callable
 from typing import Any
@@ -91,6 +92,7 @@ class Manager:
         retention: Retention | None = None,
         say: Callable[[str], None] = print,
     ):
+        _check_scheme(directory)
         self.directory = epath.Path(directory)
         self._say = say
         self._saving: int | None = None
@@ -361,6 +363,12 @@ class _OneLine:
                 f"{self._what} ({first_line(error)}); the steps saved before are untouched; "
                 "try freeing space, or another --workdir or config.checkpoint.directory"
             ) from None
+
+
+def _check_scheme(directory: str) -> None:
+    """A bucket needs a package of its own, which a local folder does not."""
+    if directory.startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
+        raise CheckpointError(f"{directory}: needs the package gcsfs; try pip install gcsfs")
 
 
 def describe(arrays: dict[str, Any]) -> dict[str, list]:

@@ -239,6 +239,12 @@ def test_a_folder_that_cannot_be_made_is_one_line(open_manager, tmp_path):
         open_manager(KEEP, tmp_path / "file" / "ck")
 
 
+def test_a_bucket_without_its_package_is_one_line(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match=r"^gs://bucket/run: needs the package gcsfs; try"):
+        Manager("gs://bucket/run", KEEP, print)
+
+
 def test_a_failed_save_is_told_at_the_next_look(open_manager, tmp_path):
     """The folder vanishes while arrays are written: the failure is in the background."""
     manager = saved(open_manager, 1)
