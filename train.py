@@ -58,7 +58,8 @@ def open_streams() -> None:
 
 def quiet_libraries() -> None:
     """Keeps stderr to our one line: what a library logs as an error it also raises."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    for library in ("absl", "asyncio"):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
 
     def hook(unraisable: Any) -> None:
         # Where one array of a save fails, Orbax raises that and closes its event loop; threads of
