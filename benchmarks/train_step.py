@@ -41,6 +41,8 @@ def get_config():
         config.model.repeats = 5
         config.model.ffn_dim = 768
         config.model.remat = "none"
+        config.model.kda_state_policy = "save"
+        config.model.scan_layers = False  # on CPU what a scan stacks and cuts costs a sixth
         config.eval.every = 0
         config.checkpoint.every = 0
     return config
