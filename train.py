@@ -15,6 +15,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from typing import Any
 
 from configs import base
@@ -60,6 +61,8 @@ def quiet_libraries() -> None:
     """Keeps stderr to our one line: what a library logs as an error it also raises."""
     for library in ("absl", "asyncio"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
+    # Writes of a failed save that had not begun.
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
 
     def hook(unraisable: Any) -> None:
         # Where one array of a save fails, Orbax raises that and closes its event loop; threads of
@@ -510,8 +513,9 @@ def conclude(parts: Parts, step: int, why: str, signals: Signals, evaluate: Any,
 
 
 def leave(code: int) -> None:
-    """Ends the process. One of several that failed must not wait for the others at the door."""
-    if code and "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
+    """Ends the process. A run that failed ends at once: one of several must not wait for the others
+    at the door, and what is left of a failed save would say so again, object by object."""
+    if code and "jax" in sys.modules:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
