@@ -9,25 +9,23 @@ start before it is said which devices to use.
 
 import contextlib
 import dataclasses
-import logging
 import math
 import os
 import sys
 import time
 import traceback
-import warnings
 from typing import Any
 
 from configs import base
 from configs import flags as command_line
-from training import devices
+from training import devices, process
 from training.signals import Signals
 
 
 def main(argv: list[str]) -> int:
     """Runs to the end of the training, or to a signal; returns the exit code."""
-    open_streams()
-    quiet_libraries()
+    process.open_streams()
+    process.quiet_libraries()
     signals = Signals()  # first of all: a process that is starting can be told to stop as well
     try:
         config, flags = command_line.parse(argv)
@@ -45,34 +43,6 @@ def main(argv: list[str]) -> int:
         raise
     except Exception as error:
         return failed(error)
-
-
-def open_streams() -> None:
-    """A closed stdout or stderr would lend its number to the next file that is opened."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is None:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            if nowhere != number:
-                os.dup2(nowhere, number)
-            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
-
-
-def quiet_libraries() -> None:
-    """Keeps stderr to our one line: what a library logs as an error it also raises."""
-    for library in ("absl", "asyncio"):
-        logging.getLogger(library).setLevel(logging.CRITICAL)
-    # Writes of a failed save that had not begun.
-    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-
-    def hook(unraisable: Any) -> None:
-        # Where one array of a save fails, Orbax raises that and closes its event loop; threads of
-        # TensorStore, still writing the others, then each print that they found it closed.
-        # Of arrays that cannot be read it raises the first; each other one would say so as well.
-        known = ("Event loop is closed", "Encountered error while reading array index")
-        if not str(unraisable.exc_value).startswith(known):
-            sys.__unraisablehook__(unraisable)
-
-    sys.unraisablehook = hook
 
 
 def fail(error: object, code: int) -> int:
@@ -323,15 +293,14 @@ def other_parameters(parts: Parts, workdir: str, say: Any) -> dict[str, Any]:
     def target(facts: dict[str, Any]) -> dict[str, Any]:
         found = resume.differences(facts["config"], parts.config.to_dict())
         if found.model:
-            raise CheckpointError(f"--init_from={workdir}: another model, {found.model[0]}")
+            raise CheckpointError(f"another model, {found.model[0]}")
         return {n: a for n, a in flatten(parts.shapes).items() if n.startswith("params/")}
 
     folder = checkpoint_folder("", workdir)
-    if "://" not in folder and not os.path.isdir(folder):
-        raise CheckpointError(
-            f"--init_from={workdir}: there is no folder {folder}; needs the workdir of another run"
-        )
-    restored = Manager(folder, None, say).restore_latest(target, "stop")
+    try:
+        restored = Manager(folder, None, say).restore_latest(target, "stop")
+    except CheckpointError as error:
+        raise CheckpointError(f"--init_from={workdir}: {error}") from None
     if restored is None:
         raise CheckpointError(f"--init_from={workdir}: there is no checkpoint in {folder}")
     say(f"parameters from step {restored.step} of {folder}")
@@ -512,15 +481,5 @@ def conclude(parts: Parts, step: int, why: str, signals: Signals, evaluate: Any,
     say(f"{reason}step {step} is saved in {folder}{on}")
 
 
-def leave(code: int) -> None:
-    """Ends the process. A run that failed ends at once: one of several must not wait for the others
-    at the door, and what is left of a failed save would say so again, object by object."""
-    if code and "jax" in sys.modules:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    leave(main(sys.argv))
+    process.leave(main(sys.argv))

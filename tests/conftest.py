@@ -5,12 +5,12 @@ import os
 
 import pytest
 
-from training.devices import PATIENCE
+from training import devices
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{PATIENCE} {os.environ.get('XLA_FLAGS', '')}"
+devices.wait_for_each_other()
 
-import jax
+import jax  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 

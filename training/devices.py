@@ -7,8 +7,6 @@ import os
 
 HEARTBEAT_SECONDS = 30  # a process that is silent for so long is dead, and the others stop
 MOST_SIMULATED = 1024  # each costs threads and memory; far more never get to an error message
-# Simulated devices share cores: on a busy machine one may reach a collective long after another.
-# XLA's own limit of 40 s would end the process.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
 
 
@@ -36,7 +34,7 @@ def start_jax(needed: int, cache: str, processes: Processes) -> None:
         # Without this libtpu, which is installed everywhere, looks for a TPU and warns.
         os.environ["JAX_PLATFORMS"] = "cpu"
     if os.environ.get("JAX_PLATFORMS") == "cpu":
-        os.environ["XLA_FLAGS"] = f"{PATIENCE} {os.environ.get('XLA_FLAGS', '')}"
+        wait_for_each_other()
     import jax
 
     if os.environ.get("JAX_PLATFORMS") == "cpu":
@@ -67,6 +65,12 @@ def start_jax(needed: int, cache: str, processes: Processes) -> None:
             f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: JAX finds no such devices "
             f"({text}); try JAX_PLATFORMS=cpu"
         ) from None
+
+
+def wait_for_each_other() -> None:
+    """Before JAX is imported. Simulated devices share cores: on a busy machine one may reach a
+    collective long after another, and XLA's own limit of 40 s would end the process."""
+    os.environ["XLA_FLAGS"] = f"{PATIENCE} {os.environ.get('XLA_FLAGS', '')}"
 
 
 def meet(processes: Processes) -> None:
