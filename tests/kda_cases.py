@@ -68,7 +68,8 @@ def make_case(
     arrays = {n: jnp.asarray(x, dtype if n in narrow else "float32") for n, x in arrays.items()}
     state = {"none": None, "last": (rows,), "all": (rows, max_segments)}[final]
     d_final = None if state is None else normal((*state, heads, keys, values)).astype(np.float32)
-    d_out = normal((*token, values)).astype(np.float32)
+    d_out = jnp.asarray(normal((*token, values)), dtype)  # a cotangent has its output's dtype
+    d_out = np.asarray(d_out, np.float32)
     return Case(arrays, options, ids, d_out, d_final, max_segments)
 
 

@@ -1,5 +1,6 @@
 """Several processes that train together, on one machine: the context axis crosses them."""
 
+import random
 import signal
 import socket
 import time
@@ -7,7 +8,7 @@ import time
 import pytest
 
 from tests.tolerances import RESUMED_ON_ANOTHER_MESH
-from tests.trainer import Running, learning, reports, steps_on_disk, train
+from tests.trainer import Running, digests_of, learning, reports, steps_on_disk, train
 
 pytestmark = pytest.mark.timeout(1200)  # each run has a limit of its own
 
@@ -51,11 +52,8 @@ def test_one_process_is_told_to_stop_and_both_save_the_same_step(tmp_path):
     assert steps_on_disk(tmp_path)[-1] == last < 100000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_dies_makes_the_other_stop(tmp_path, victim):
-    both = start(tmp_path, "--config.train.steps=100000", "--config.eval.every=0")
-    both[0].until("step 5/")
+def kill(both: list[Running], victim: int) -> None:
+    """Kills one process; the other must end with an error, soon."""
     both[victim].signal(signal.SIGKILL)
     began = time.monotonic()
     other = both[1 - victim]
@@ -64,3 +62,30 @@ def test_a_process_that_dies_makes_the_other_stop(tmp_path, victim):
     assert other.process.wait() != 0
     assert time.monotonic() - began < 120, "twice the heartbeat's limit, on a busy machine"
     both[victim].end(-signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_dies_makes_the_other_stop(tmp_path, victim):
+    both = start(tmp_path, "--config.train.steps=100000", "--config.eval.every=0")
+    both[0].until("step 5/")
+    kill(both, victim)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_one_of_two_killed_while_they_save_nothing_is_lost(tmp_path):
+    """Ten kills of one process or the other, nearly always in a save, since each step is saved."""
+    arguments = ["--config.train.steps=60", "--config.checkpoint.every=1", "--config.eval.every=0"]
+    for run in start(tmp_path / "whole", *arguments):
+        run.end(0)
+    chance = random.Random(2)
+    for victim in [0, 1] * 5:
+        both = start(tmp_path / "killed", *arguments)
+        both[0].until("step ")
+        time.sleep(chance.uniform(0.0, 0.5))
+        kill(both, victim)
+    for run in start(tmp_path / "killed", *arguments):
+        run.end(0)
+    assert learning(tmp_path / "killed") == learning(tmp_path / "whole")
+    assert digests_of(tmp_path / "killed", 60) == digests_of(tmp_path / "whole", 60)

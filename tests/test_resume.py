@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from checkpoints.manager import Manager
 from tests.tolerances import RESUMED_ON_ANOTHER_MESH
-from tests.trainer import Running, learning, reports, steps_on_disk, train
+from tests.trainer import Running, digests_of, learning, reports, steps_on_disk, train
 from training.resume import differences
 
 pytestmark = pytest.mark.timeout(1200)  # each run has a limit of its own
@@ -181,12 +180,6 @@ def test_told_to_stop_at_any_moment(tmp_path, number):
         assert steps[-2] <= steps[-1] < 400
     train(stopped, *arguments)
     assert learning(stopped) == learning(tmp_path / "whole")
-
-
-def digests_of(workdir, step: int) -> dict[str, int]:
-    """A digest of every array of a step, as saved."""
-    manager = Manager(str(workdir / "checkpoints"))
-    return manager.record(step)["digests"]
 
 
 def test_differences_tell_another_model_from_other_options():

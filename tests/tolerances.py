@@ -28,6 +28,9 @@ KDA_BOUNDS_FLOAT32 = {"out": 1e-5, "gradient": 5e-5, "decay": 5e-5}
 # bf16 inputs: every operand of a product and the result are rounded by up to 2^-9. The decay's
 # gradient is a running sum of differences of such products.
 KDA_BOUNDS_BFLOAT16 = {"out": 5e-3, "gradient": 1e-2, "decay": 1.5e-2}
+# "chunked" computes bf16 inputs in float32; only results are rounded, by 2^-9 at most (RMS 1.7e-3),
+# gradients once more where those of tiles with given states are added.
+KDA_BOUNDS_ROUNDED = {"out": 2e-3, "gradient": 4e-3, "decay": 4e-3}
 # Identical keys, beta = 1, no decay: each new value is the difference of two rounded ones, so the
 # roundings stay while what they belong to cancels.
 KDA_BOUNDS_NEAR_KEYS = {"out": 3e-2, "gradient": 3e-2, "decay": 3e-2}

@@ -9,6 +9,8 @@ import tempfile
 import threading
 from collections.abc import Iterator
 
+from checkpoints.manager import Manager
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SMOKE = "configs/smoke.py"
 LIMIT = 900  # seconds a run may take on a machine that does ten other things; alone it takes ten
@@ -119,3 +121,8 @@ def learning(workdir) -> dict[int, dict[str, float]]:
 def steps_on_disk(workdir) -> list[int]:
     folder = pathlib.Path(workdir) / "checkpoints"
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def digests_of(workdir, step: int) -> dict[str, int]:
+    """A digest of every array of a step, as saved."""
+    return Manager(str(pathlib.Path(workdir) / "checkpoints")).record(step)["digests"]

@@ -59,6 +59,7 @@ class Unit:
     prefix: Array
     suffix: Array
     total: Array
+    read: Array  # k exp(g) [C, 2K], rounded once: the forward's, bit for bit
     # Set as the stages come to need them:
     a: Array = field(init=False)  # A diag(beta) [C, 2C]
     w: Array = field(init=False)  # Aqk A diag(beta), unscaled [C, 2C]
@@ -89,7 +90,8 @@ def make_unit(q: Array, k: Array, d_out: Array, ladder: Ladder) -> Unit:
             blocks += [even[2 * s : 2 * s + n], odd[s : s + n]]
         levels[n] = above(*blocks).astype(dtype)
     prefix, suffix = ladder.prefix.astype(dtype), ladder.suffix.astype(dtype)
-    return Unit(q.astype(dtype), k.astype(dtype), d_out, levels, prefix, suffix, ladder.total)
+    read = (k * ladder.prefix).astype(dtype)
+    return Unit(q.astype(dtype), k.astype(dtype), d_out, levels, prefix, suffix, ladder.total, read)
 
 
 def above(*blocks: Array) -> Array:
@@ -137,7 +139,7 @@ def chain(units: Sequence[Unit]) -> tuple[list[Array], list[Array]]:
     turned = [transpose_tokens(u.w, u.a) for u in units]
     rights = [stack_heads(u.d_state.astype(dtype)) for u in units]
     kg = [u.k * u.suffix for u in units]
-    reads = [above(u.q * u.prefix, u.k * u.prefix) for u in units]
+    reads = [above(u.q * u.prefix, u.read) for u in units]
     stored = [dot(g, r, (1, 1)).astype(dtype) for g, r in zip(kg, rights)]
     both = [above(stack_heads(u.d_out), stack_heads(x)) for u, x in zip(units, stored)]
     dr = [dot(aside(*t), x) for t, x in zip(turned, both)]
@@ -151,7 +153,7 @@ def chain(units: Sequence[Unit]) -> tuple[list[Array], list[Array]]:
 def rebuild_vn(units: Sequence[Unit]) -> list[Array]:
     """vn = A' (v - (k exp g) S) of each unit, in the compute dtype."""
     dtype = units[0].d_out.dtype
-    reads = [dot(u.k * u.prefix, stack_heads(u.state), (1, 1)) for u in units]
+    reads = [dot(u.read, stack_heads(u.state), (1, 1)) for u in units]
     rests = [(u.v.astype(F32) - r).astype(dtype) for u, r in zip(units, reads)]
     return [dot(u.a, stack_heads(r)).astype(dtype) for u, r in zip(units, rests)]
 

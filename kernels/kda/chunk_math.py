@@ -20,18 +20,15 @@ import jax.numpy as jnp
 CHUNK = 64
 
 
-def dot(x: jax.Array, y: jax.Array, contract: str, dtype=None) -> jax.Array:
+def dot(x: jax.Array, y: jax.Array, contract: str) -> jax.Array:
     """Batched matrix product over the leading axes, accumulated in float32.
 
     contract names the contracted axis of each operand among its last two: "ab" contracts x's last
-    with y's last but one (the plain product), "bb" both last, "aa" both last but one. Operands
-    are rounded to dtype first where given.
+    with y's last but one (the plain product), "bb" both last, "aa" both last but one.
     """
     batch = tuple(range(x.ndim - 2))
     last, other = x.ndim - 1, x.ndim - 2
     axes = {"ab": (last, other), "bb": (last, last), "aa": (other, other)}[contract]
-    if dtype is not None:
-        x, y = x.astype(dtype), y.astype(dtype)
     return jax.lax.dot_general(
         x,
         y,
@@ -72,13 +69,13 @@ def halves(factor: jax.Array) -> tuple[list[Level], jax.Array, jax.Array]:
     return levels, prefix, suffix
 
 
-def intra(levels, q, k, beta, dtype):
+def intra(levels, q, k, beta):
     """Below the diagonal: L by level (a list of [..., C / 2n, n, n]) and Aqk [..., C, C]."""
     below = []
     scores = jnp.sum(q * k, -1)[..., None, None]  # blocks of one token: the diagonal
     for level in levels:
         rows, columns = level_operands(level, q, beta * k, k)
-        both = dot(rows, columns, "bb", dtype)
+        both = dot(rows, columns, "bb")
         lower, cross = both[..., : level.n, :], both[..., level.n :, :]
         below.append(lower)
         scores = _join(scores, cross)
@@ -128,7 +125,7 @@ def _unjoin(x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
     return below[::-1], x[..., 0]
 
 
-def intra_backward(levels, q, k, beta, d_lower, d_scores, dtype):
+def intra_backward(levels, q, k, beta, d_lower, d_scores):
     """Gradients through `intra`, from those of L and Aqk [..., C, C] (only entries j < i of d_lower
     and j <= i of d_scores count).
 
@@ -141,7 +138,7 @@ def intra_backward(levels, q, k, beta, d_lower, d_scores, dtype):
         n = level.n
         rows, columns = level_operands(level, q, beta * k, k)
         d_both = jnp.concatenate([lower, cross], axis=-2)
-        to_rows, to_columns = dot(d_both, columns, "ab", dtype), dot(d_both, rows, "aa", dtype)
+        to_rows, to_columns = dot(d_both, columns, "ab"), dot(d_both, rows, "aa")
         shares = jnp.concatenate(
             [
                 columns * to_columns,

@@ -9,10 +9,8 @@ products from its start and to its end, and G their product over the whole tile:
     p = beta k P       w = A p     u = A (beta v - X)     vn = u - w S      kg = k F
     o = (q P) S + Aqk vn + O       S' = G S + kg^T vn + Z
 
-X, O, Z is what given start states add (`states`). float32 inputs run in float32 throughout; with
-bfloat16 inputs the operands of the matrix products are rounded to bfloat16, except for those of the
-inverse A and with it, and of Aqk vn, where large sums cancel if keys are alike; accumulation,
-gates, decay products and states are float32.
+X, O, Z is what given start states add (`states`). Everything runs in float32, whatever the inputs'
+dtype; results are rounded to it.
 """
 
 import functools
@@ -85,7 +83,6 @@ def forward(problem: Problem, inputs: Inputs, segments: Segments):
     """See `problem.py`. Residuals: `Kept`."""
     grid = grid_of(problem, inputs)
     call = arrange(problem, grid, inputs, segments)
-    dtype = _dot_dtype(inputs)
 
     def visit(group, active, state, carry):
         def step(n, loop):
@@ -93,10 +90,10 @@ def forward(problem: Problem, inputs: Inputs, segments: Segments):
             here = step_share(call, group, n)
             tokens = prepare(problem, here.raw, here.tiles.valid)
             starts = step_starts(call, here, tokens, group, n)
-            local = local_part(tokens, here, starts, dtype)
+            local = local_part(tokens, here, starts)
             kept = kept._replace(entry=put_step(kept.entry, state, group, n))
-            state, S, vn = through_tiles(state, tokens, local, starts, dtype)
-            o = dot(tokens.q * local.P, S, "ab", dtype) + dot(local.Aqk, vn, "ab")
+            state, S, vn = through_tiles(state, tokens, local, starts)
+            o = dot(tokens.q * local.P, S, "ab") + dot(local.Aqk, vn, "ab")
             o = o if starts is None else o + starts.out
             out = put_step(out, jnp.where(here.tiles.valid, o, 0), group, n)
             return state, (out, _keep(call, kept, local, S, vn, group, n))
@@ -108,10 +105,6 @@ def forward(problem: Problem, inputs: Inputs, segments: Segments):
     exits, (out, kept) = wavefront(problem.axis_name, visit, _no_state(grid, call), carry)
     final = _final_state(problem, inputs, segments, call, exits, kept)
     return collect(out, inputs.v), final, kept
-
-
-def _dot_dtype(inputs: Inputs):
-    return jnp.bfloat16 if inputs.v.dtype == jnp.bfloat16 else None
 
 
 def _steps(grid: Grid, active):
@@ -213,7 +206,7 @@ class Pulled(NamedTuple):
 
 def backward(problem: Problem, inputs: Inputs, segments: Segments, residuals: Kept, d_out, d_final):
     """See `problem.py`."""
-    grid, kept, dtype = grid_of(problem, inputs), residuals, _dot_dtype(inputs)
+    grid, kept = grid_of(problem, inputs), residuals
     call = arrange(problem, grid, inputs, segments)
     d_out = deal(grid, d_out)
     pulled = _final_state_vjp(problem, inputs, segments, grid, call, kept, d_final)
@@ -225,18 +218,16 @@ def backward(problem: Problem, inputs: Inputs, segments: Segments, residuals: Ke
             here = step_share(call, group, n)
             tokens, pull = jax.vjp(lambda raw: prepare(problem, raw, here.tiles.valid), here.raw)
             starts = step_starts(call, here, tokens, group, n)
-            local, S, vn = _rebuild(kept, tokens, here, starts, dtype, group, n)
+            local, S, vn = _rebuild(kept, tokens, here, starts, group, n)
             d_o = jnp.where(here.tiles.valid, at_step(d_out, group, n), 0).astype(jnp.float32)
-            d_vn = dot(local.Aqk, d_o, "aa", dtype)
-            d_S = dot(tokens.q * local.P, d_o, "aa", dtype)
+            d_vn = dot(local.Aqk, d_o, "aa")
+            d_S = dot(tokens.q * local.P, d_o, "aa")
             if call.ends is not None and pulled.ends is not None:
                 ends = chosen(call.ends, vn.shape[:2], group, n)
                 d_S += spread(ends, pulled.ends.S[group])
                 d_vn += spread(ends, pulled.ends.vn[group])
-            d_state, d_vn, d_next = back_through_tiles(d_state, tokens, local, d_vn, d_S, dtype)
-            d_tokens, d_v, d_rhs = chunk_gradients(
-                tokens, here, local, S, vn, d_o, d_vn, d_next, dtype
-            )
+            d_state, d_vn, d_next = back_through_tiles(d_state, tokens, local, d_vn, d_S)
+            d_tokens, d_v, d_rhs = chunk_gradients(tokens, here, local, S, vn, d_o, d_vn, d_next)
             d_starts = Starts(-d_rhs, d_o, d_next)
             gradients, d_tokens = _through_starts(
                 call, here, tokens, d_starts, gradients, d_tokens, group, n
@@ -268,14 +259,14 @@ def _final_state_vjp(problem, inputs: Inputs, segments, grid, call: Call, kept: 
     return Pulled(exits, None, None, None, None)
 
 
-def _rebuild(kept: Kept, tokens, here: Here, starts, dtype, group, n):
+def _rebuild(kept: Kept, tokens, here: Here, starts, group, n):
     """The step's local quantities, entry states and corrected values: kept, or computed again."""
     if kept.saved is None:
-        local = local_part(tokens, here, starts, dtype)
-        _, S, vn = through_tiles(at_step(kept.entry, group, n), tokens, local, starts, dtype)
+        local = local_part(tokens, here, starts)
+        _, S, vn = through_tiles(at_step(kept.entry, group, n), tokens, local, starts)
         return local, S, vn
     S, vn, A, Aqk = (at_step(x, group, n) for x in kept.saved)
-    return local_part(tokens, here, starts, dtype, (A, Aqk)), S, vn
+    return local_part(tokens, here, starts, (A, Aqk)), S, vn
 
 
 def _through_starts(

@@ -38,7 +38,7 @@ def forward(problem: Problem, inputs: Inputs, segments: Segments):
     outputs = forward_kernel.run(plan, operands)
     rows, heads, length, _ = inputs.q.shape
     values = inputs.v.shape[-1]
-    out = outputs.out[: rows * heads].reshape(rows, heads, length, -1)[..., :values]
+    out = outputs.out[: rows * heads, :length].reshape(rows, heads, length, -1)[..., :values]
     final = _final(plan, inputs, segments, operands, outputs)
     residuals = (outputs.states, outputs.matrices, outputs.vn)
     return out, final, residuals

@@ -34,12 +34,12 @@ class Local(NamedTuple):
     u: jax.Array  # [G, M, C, V]
 
 
-def local_part(tokens: Tokens, here: Here, starts: Starts | None, dtype, matrices=None) -> Local:
+def local_part(tokens: Tokens, here: Here, starts: Starts | None, matrices=None) -> Local:
     """The work without states; matrices (A, Aqk) where they were kept."""
     # A segment's first token forgets exactly what came before it.
     levels, P, F = cm.halves(jnp.where(here.tiles.first, 0, jnp.exp(tokens.a)))
     if matrices is None:
-        below, Aqk = cm.intra(levels, tokens.q, tokens.k, tokens.beta, dtype)
+        below, Aqk = cm.intra(levels, tokens.q, tokens.k, tokens.beta)
         A = cm.solve(below)
     else:
         A, Aqk = matrices
@@ -50,23 +50,23 @@ def local_part(tokens: Tokens, here: Here, starts: Starts | None, dtype, matrice
     return Local(levels, P, F, A, Aqk, w, dot(A, rhs, "ab"))
 
 
-def through_tiles(state, tokens: Tokens, local: Local, starts: Starts | None, dtype):
+def through_tiles(state, tokens: Tokens, local: Local, starts: Starts | None):
     """The state through a step's tiles: (exit state [G, K, V], entry states [G, M, K, V], vn)."""
     kg, G = tokens.k * local.F, local.P[..., -1, :, None]
     S = zeros_like_varying(kg, (*kg.shape[:2], *state.shape[1:]))
 
     def tile(m, loop):
         state, S, vn = loop
-        new = local.u[:, m] - dot(local.w[:, m], state, "ab", dtype)
+        new = local.u[:, m] - dot(local.w[:, m], state, "ab")
         S = jax.lax.dynamic_update_index_in_dim(S, state, m, 1)
         vn = jax.lax.dynamic_update_index_in_dim(vn, new, m, 1)
-        state = G[:, m] * state + dot(kg[:, m], new, "aa", dtype)
+        state = G[:, m] * state + dot(kg[:, m], new, "aa")
         return state if starts is None else state + starts.exit[:, m], S, vn
 
     return jax.lax.fori_loop(0, kg.shape[1], tile, (state, S, jnp.zeros_like(local.u)))
 
 
-def back_through_tiles(d_state, tokens: Tokens, local: Local, d_vn, d_S, dtype):
+def back_through_tiles(d_state, tokens: Tokens, local: Local, d_vn, d_S):
     """Through a step's tiles in reverse, from the parts of d_vn and d_S that need no state.
 
     Returns (gradient of the entry state [G, K, V], d_vn, gradients of the exit states [G, M, K,
@@ -79,26 +79,26 @@ def back_through_tiles(d_state, tokens: Tokens, local: Local, d_vn, d_S, dtype):
         d_state, d_vn, d_next = loop
         m = tiles - 1 - i
         d_next = jax.lax.dynamic_update_index_in_dim(d_next, d_state, m, 1)
-        new = d_vn[:, m] + dot(kg[:, m], d_state, "ab", dtype)
+        new = d_vn[:, m] + dot(kg[:, m], d_state, "ab")
         d_vn = jax.lax.dynamic_update_index_in_dim(d_vn, new, m, 1)
-        d_state = G[:, m] * d_state + d_S[:, m] - dot(local.w[:, m], new, "aa", dtype)
+        d_state = G[:, m] * d_state + d_S[:, m] - dot(local.w[:, m], new, "aa")
         return d_state, d_vn, d_next
 
     return jax.lax.fori_loop(0, tiles, tile, (d_state, d_vn, jnp.zeros_like(d_S)))
 
 
-def chunk_gradients(tokens: Tokens, here: Here, local: Local, S, vn, d_o, d_vn, d_next, dtype):
+def chunk_gradients(tokens: Tokens, here: Here, local: Local, S, vn, d_o, d_vn, d_next):
     """Gradients of tokens, of v and of the solve's right side, all inside chunks."""
     (q, k, beta, _), P, F = tokens, local.P, local.F
     d_rhs = dot(local.A, d_vn, "aa")
     both = jnp.concatenate([d_o, d_rhs], -2)
-    d_state_rows, d_scores = dot(both, S, "bb", dtype), dot(both, vn, "bb", dtype)
+    d_state_rows, d_scores = dot(both, S, "bb"), dot(both, vn, "bb")
     d_q, d_rows, d_columns, d_a = cm.intra_backward(
-        local.levels, q, k, beta, -d_scores[..., CHUNK:, :], d_scores[..., :CHUNK, :], dtype
+        local.levels, q, k, beta, -d_scores[..., CHUNK:, :], d_scores[..., :CHUNK, :]
     )
     d_q_state = d_state_rows[..., :CHUNK, :] * P
     d_rows_state = -d_state_rows[..., CHUNK:, :] * P
-    d_stored = dot(vn, d_next, "bb", dtype) * F
+    d_stored = dot(vn, d_next, "bb") * F
     d_q += d_q_state
     d_rows += d_rows_state
     d_columns += d_stored
