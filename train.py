@@ -9,6 +9,7 @@ start before it is said which devices to use.
 
 import contextlib
 import dataclasses
+import errno
 import math
 import os
 import sys
@@ -20,6 +21,9 @@ from configs import base
 from configs import flags as command_line
 from training import devices, process
 from training.signals import Signals
+
+# What writing to an open file fails with, which does not know its name.
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(argv: list[str]) -> int:
@@ -73,9 +77,10 @@ def failed(error: Exception) -> int:
             "the same command goes on, try it with > log.txt",
             1,
         )
-    if isinstance(error, OSError) and error.filename:
+    if isinstance(error, OSError) and (error.filename or error.errno in DISK):
+        where = error.filename or "--workdir"
         return fail(
-            f"{error.filename}: {error.strerror}; the steps saved before are untouched; "
+            f"{where}: {error.strerror}; the steps saved before are untouched; "
             "try freeing space, or another --workdir",
             1,
         )

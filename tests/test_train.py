@@ -180,6 +180,13 @@ def test_a_save_that_fails_in_the_background_ends_the_run(tmp_path):
     assert steps_on_disk(tmp_path) == [3] and max(reports(tmp_path)) < 15
 
 
+def test_a_disk_that_is_full_for_reports_is_one_line(tmp_path):
+    (tmp_path / "goodput.json.part").symlink_to("/dev/full")
+    done = train(tmp_path, code=1)
+    assert "No space left on device; the steps saved before" in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+
+
 def test_a_folder_in_use_is_left_alone(tmp_path):
     run = Running(tmp_path, "--config.train.steps=100000", "--config.eval.every=0")
     run.until("step 2/")
