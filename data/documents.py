@@ -146,7 +146,7 @@ def _text_files(config: DataConfig, option: str, path: str) -> FileReader:
 
 
 def _files(option: str, path: str, suffix: str) -> list[str]:
-    """The file, or those below the folder, all of which can be read.
+    """The file, or those below the folder, also behind links, all of which can be read.
 
     Raises ValueError rather than leave out what may be a part of the corpus.
     """
@@ -158,7 +158,12 @@ def _files(option: str, path: str, suffix: str) -> list[str]:
         )
 
     found = [path] if os.path.isfile(path) else []
-    for folder, folders, names in () if found else os.walk(path, onerror=refuse):
+    reached: dict[str, tuple[str, ...]] = {}  # by folder: its real path and those of all above it
+    for folder, folders, names in () if found else os.walk(path, onerror=refuse, followlinks=True):
+        real, through = os.path.realpath(folder), reached.get(os.path.dirname(folder), ())
+        if real in through:
+            refuse(OSError(errno.ELOOP, "a link to a folder that it lies in", folder))
+        reached[os.path.normpath(folder)] = (*through, real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += [
             os.path.join(folder, name)

@@ -151,6 +151,20 @@ def test_hidden_files_are_left_alone(tmp_path):
     assert sorted(both(DataConfig(source="text", path=str(tmp_path)))) == sorted(TEXTS[:5])
 
 
+def test_links_to_folders_are_followed_and_circles_refused(tmp_path):
+    corpus, elsewhere = tmp_path / "corpus", tmp_path / "corpus of another"
+    corpus.mkdir()
+    elsewhere.mkdir()
+    write("text", elsewhere, TEXTS[:5])
+    (corpus / "link").symlink_to(elsewhere)
+    assert sorted(both(DataConfig(source="text", path=str(corpus)))) == sorted(TEXTS[:5])
+    (elsewhere / "circle").symlink_to(corpus)
+    with pytest.raises(
+        ValueError, match=r"circle cannot be read \(a link to a folder that it lies"
+    ):
+        open_source(DataConfig(source="text", path=str(corpus)), "train")
+
+
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_what_cannot_be_read_is_told_before_anything_is(kind, tmp_path, monkeypatch):
     """Links to nowhere, pipes (which would be waited for), and what permissions forbid."""
