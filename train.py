@@ -261,10 +261,13 @@ def resume_target(parts: Parts, facts: dict[str, Any], say: Any) -> dict[str, An
     from training.state import flatten
 
     found = resume.differences(facts["config"], parts.config.to_dict())
+    advice = "try the config that wrote it, or another --workdir"
     if found.model:
+        raise CheckpointError(f"the checkpoint is of another model: {found.model[0]}; {advice}")
+    if found.optimizer:
         raise CheckpointError(
-            f"the checkpoint is of another model: {found.model[0]}; "
-            "try the config that wrote it, or another --workdir"
+            f"the checkpoint is of another optimizer: {found.optimizer[0]}; {advice}, with "
+            f"--init_from={parts.workdir} to start from its parameters"
         )
     if found.other:
         say("changed since the checkpoint: " + "; ".join(found.other))

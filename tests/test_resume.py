@@ -100,7 +100,7 @@ def test_other_rows_are_refused_or_dealt_anew(half):
     [
         ("--config.model.width=96", "config.model.width is 64 there and 96 here"),
         ("--config.model.gate=bounded", "config.model.gate is 'softplus' there and 'bounded' here"),
-        ("--config.optimizer.name=muon", "another model or optimizer"),
+        ("--config.optimizer.name=muon", "config.optimizer.name is 'adamw' there and 'muon' here"),
     ],
 )
 def test_another_model_is_refused(half, argument, says):
@@ -184,11 +184,15 @@ def test_told_to_stop_at_any_moment(tmp_path, number):
 
 def test_differences_tell_another_model_from_other_options():
     saved = {"model": {"width": 64, "remat": "full"}, "train": {"steps": 10}}
+    saved["optimizer"] = {"name": "adamw", "b1": 0.9}
     now = {"model": {"width": 32, "remat": "none"}, "train": {"steps": 10, "new": 1}}
+    now["optimizer"] = {"name": "muon", "b1": 0.8}
     found = differences(saved, now)
     assert found.model == ["config.model.width is 64 there and 32 here"]
+    assert found.optimizer == ["config.optimizer.name is 'adamw' there and 'muon' here"]
     assert found.other == [
         "config.model.remat is 'full' there and 'none' here",
+        "config.optimizer.b1 is 0.9 there and 0.8 here",
         "config.train.new is None there and 1 here",
     ]
-    assert differences(saved, saved) == type(found)([], [])
+    assert differences(saved, saved) == type(found)([], [], [])

@@ -29,17 +29,22 @@ MODEL = (
 )
 
 
+# What the optimizer's own state is made of.
+OPTIMIZER = ("name",)
+
+
 @dataclasses.dataclass(frozen=True)
 class Differences:
     """Lines "config.x.y a there, b here", by what they mean for going on."""
 
     model: list[str]
+    optimizer: list[str]
     other: list[str]
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any]) -> Differences:
     """Compares two configs as nested dicts; options unknown to either count as other."""
-    found = Differences([], [])
+    found = Differences([], [], [])
     for group in sorted({*saved, *current}):
         old, new = saved.get(group, {}), current.get(group, {})
         for name in sorted({*old, *new}):
@@ -48,6 +53,8 @@ def differences(saved: dict[str, Any], current: dict[str, Any]) -> Differences:
             line = f"config.{group}.{name} is {old.get(name)!r} there and {new.get(name)!r} here"
             if group == "model" and name in MODEL:
                 found.model.append(line)
+            elif group == "optimizer" and name in OPTIMIZER:
+                found.optimizer.append(line)
             else:
                 found.other.append(line)
     return found
