@@ -36,6 +36,10 @@ BROKEN = "broken"  # folder that broken steps are moved to, so that nothing is o
 _STEP = re.compile(r"(\d+)(\.orbax-checkpoint-tmp.*)?")  # a step's folder, whole or not
 
 
+def _score(metrics: dict[str, float]) -> float:
+    return metrics["score"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Retention:
     """Which steps stay: the last `last`, multiples of `every` (0: none), the `best` lowest scores.
@@ -56,7 +60,7 @@ class Retention:
         if self.best:
             policies.append(
                 checkpoint_managers.BestN(
-                    get_metric_fn=lambda metrics: metrics["score"],
+                    get_metric_fn=_score,
                     reverse=True,  # the list is sorted downwards and its end is kept: the lowest
                     n=self.best,
                     keep_checkpoints_without_metrics=False,
@@ -238,7 +242,9 @@ class Manager:
         """Orbax can do this too, but in a thread that a run which ends at once does not outlive."""
         for path in sorted(self.directory.iterdir()):
             step = _STEP.fullmatch(path.name)
-            if step and not ocp.utils.is_checkpoint_finalized(path):
+            if step and ocp.utils.is_checkpoint_finalized(path):
+                _check_score(path)
+            elif step:
                 self._say(
                     f"passed over {self.directory}/{step[1]}: its save was interrupted "
                     f"({path.name}); it will be saved again"
@@ -350,6 +356,9 @@ def _open_orbax(directory: epath.Path, retention: Retention | None) -> ocp.Check
         directory,
         options=ocp.CheckpointManagerOptions(
             preservation_policy=retention.policy() if retention else None,
+            # The policy's metric is written into the step only where this names one, too.
+            best_fn=_score,
+            best_mode="min",
             read_only=retention is None,
             create=False,
             # No process waits for another that died for longer than this (seconds).
@@ -361,6 +370,19 @@ def _open_orbax(directory: epath.Path, retention: Retention | None) -> ocp.Check
             "record": ocp.JsonCheckpointHandler(),
         },
     )
+
+
+def _check_score(step: epath.Path) -> None:
+    """Orbax reads each step's score as it opens the folder, and would not say whose is damaged."""
+    try:
+        _score(json.loads((step / "metrics" / "metrics").read_bytes()))
+    except FileNotFoundError:
+        pass  # it was saved without one
+    except (ValueError, KeyError, TypeError):
+        raise DamagedError(
+            f"{step}: damaged, its score cannot be read; nothing was changed; "
+            f"try to delete {step}/metrics, without which it is no longer among the best"
+        ) from None
 
 
 def describe(arrays: dict[str, Any]) -> dict[str, list]:

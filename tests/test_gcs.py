@@ -119,6 +119,22 @@ def test_what_another_process_writes_is_seen(gcs, place, lines):
     assert Manager(place, None, lines.append).steps() == [1, 3]
 
 
+def test_a_step_whose_tidying_was_interrupted_is_tidied(gcs, place, lines):
+    """Some of its objects are gone already, its commit mark is not."""
+    bucket, best = place.split("/")[2], Retention(last=1, best=1)
+    manager = Manager(place, best, lines.append)
+    for step, score in ((1, 0.1), (2, 0.2)):
+        manager.save(step, arrays(seed=step), {}, score)
+    manager.wait()
+    for name in gcs.names(bucket, "run/1/metrics") + gcs.names(bucket, "run/1/state"):
+        del gcs.buckets[bucket][name]
+    manager = Manager(place, best, lines.append)
+    assert manager.restore_latest(want(arrays()), "stop").step == 2
+    manager.save(3, arrays(), {}, 0.3)
+    manager.wait()
+    assert manager.steps() == [2, 3] and not lines
+
+
 MESH = "--config.mesh.context=2"
 WHOLE_RUN = pytest.mark.timeout(1200)
 

@@ -303,6 +303,20 @@ def test_retention(open_manager, retention, left):
     assert manager.steps() == left
 
 
+def test_the_best_is_still_known_after_a_restart(open_manager, folder):
+    retention = Retention(last=1, best=1)
+    for step, score in ((1, 0.1), (2, 0.2), (3, 0.3)):
+        manager = open_manager(retention)
+        manager.save(step, arrays(), {}, score)
+        manager.wait()
+    assert manager.steps() == [1, 3]
+    flip(folder / "1" / "metrics" / "metrics", 0.0)
+    with pytest.raises(
+        DamagedError, match=rf"{folder}/1: damaged, its score .* delete {folder}/1/"
+    ):
+        open_manager(retention)
+
+
 def test_digests_are_the_same_on_every_mesh_and_notice_every_change():
     one, four = digests(arrays(1)), digests(arrays(4))
     assert one == four
