@@ -304,7 +304,7 @@ def other_parameters(parts: Parts, workdir: str, say: Any) -> dict[str, Any]:
             raise CheckpointError(f"another model, {found.model[0]}")
         return {n: a for n, a in flatten(parts.shapes).items() if n.startswith("params/")}
 
-    folder = checkpoint_folder("", workdir)
+    folder = checkpoint_folder(workdir if "://" in workdir else "", workdir)
     try:
         restored = Manager(folder, None, say).restore_latest(target, "stop")
     except CheckpointError as error:

@@ -1,13 +1,14 @@
 """Checkpoints: the arrays of one step and the facts that belong to them, saved as one unit.
 
-Orbax writes them (asynchronously, sharded, renamed into place when whole). Added here: every array
-carries a digest, a step is compared with what it shall become before it is read, and every failure
-is one line. Only arrays and JSON are read: nothing in a checkpoint is ever executed.
+Orbax writes them, asynchronously and sharded. A whole step is renamed into place in a local folder;
+in a bucket, which knows no rename, a last object marks it as whole. Added here: every array carries
+a digest, a step is compared with what it shall become before it is read, and every failure is one
+line. Only arrays and JSON are read: nothing in a checkpoint is ever executed.
 """
 
 import dataclasses
-import importlib.util
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,23 +19,25 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
+from checkpoints import folder
 from checkpoints.digest import digests
+from checkpoints.folder import (
+    CheckpointError,
+    DamagedError,
+    IncompleteError,
+    OneLine,
+    check_reached,
+    first_line,
+    reason,
+)
 
 FORMAT = 1
 BROKEN = "broken"  # folder that broken steps are moved to, so that nothing is overwritten
-_TMP = ".orbax-checkpoint-tmp"
+_STEP = re.compile(r"(\d+)(\.orbax-checkpoint-tmp.*)?")  # a step's folder, whole or not
 
 
-class CheckpointError(Exception):
-    """A checkpoint cannot be saved or used. The message is one line that says what to do."""
-
-
-class IncompleteError(CheckpointError):
-    """A step was not written to its end; an older one may do."""
-
-
-class DamagedError(CheckpointError):
-    """A step was written to its end, and its content has changed since."""
+def _score(metrics: dict[str, float]) -> float:
+    return metrics["score"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Retention:
         if self.best:
             policies.append(
                 checkpoint_managers.BestN(
-                    get_metric_fn=lambda metrics: metrics["score"],
+                    get_metric_fn=_score,
                     reverse=True,  # the list is sorted downwards and its end is kept: the lowest
                     n=self.best,
                     keep_checkpoints_without_metrics=False,
@@ -92,35 +95,26 @@ class Manager:
         retention: Retention | None = None,
         say: Callable[[str], None] = print,
     ):
-        _check_scheme(directory)
-        self.directory = epath.Path(directory)
+        self.directory = folder.find(directory)
         self._say = say
         self._saving: int | None = None
         reading = retention is None
-        if reading and not self.directory.exists():
-            raise CheckpointError(f"{directory}: there is no such checkpoint folder")
-        if not reading:
-            self._make_directory()
-            self._remove_interrupted()
-        self._orbax = ocp.CheckpointManager(
-            self.directory,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=retention.policy() if retention else None,
-                read_only=reading,
-                create=False,
-                # No process waits for another that died for longer than this (seconds).
-                async_options=ocp.AsyncOptions(timeout_secs=600),
-            ),
-            item_names=("state", "record"),
-            item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(),
-                "record": ocp.JsonCheckpointHandler(),
-            },
-        )
+        with self._access("read" if reading else "write"):
+            if reading and not self.directory.exists():
+                raise CheckpointError(f"{directory}: there is no such checkpoint folder")
+            if not reading:
+                folder.make(self.directory)
+                if jax.process_index() == 0:
+                    self._try_writing()
+                    self._remove_interrupted()
+                if jax.process_count() > 1:
+                    multihost_utils.sync_global_devices("checkpoint folder tidied")
+            self._orbax = _open_orbax(self.directory, retention)
 
     def steps(self) -> list[int]:
         """Steps on disk in ascending order, whole ones and those that only look so."""
-        self._orbax.reload()
+        with self._access("read"):
+            self._orbax.reload()
         return sorted(self._orbax.all_steps())
 
     def save(
@@ -226,46 +220,40 @@ class Manager:
         later = [step for step in self.steps() if step > newest_whole]
         if jax.process_index() == 0:
             for step in later:
-                self._move_aside(step)
+                with self._access("write"):
+                    self._move_aside(step)
         if later and jax.process_count() > 1:
             multihost_utils.sync_global_devices("broken checkpoints moved")
         if later:
-            self._orbax.reload()
+            self.steps()
 
     def close(self) -> None:
         """Waits for the last save and closes. Raises CheckpointError if that save failed."""
         self.wait()
         self._orbax.close()
 
-    def _make_directory(self) -> None:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            if jax.process_index() == 0:
-                probe = self.directory / ".writable"
-                probe.write_text("")
-                probe.unlink()
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.directory}: cannot write there ({error.strerror or error}); "
-                "try another --workdir or config.checkpoint.directory"
-            ) from None
+    def _try_writing(self) -> None:
+        """Retention deletes, so that is tried as well."""
+        probe = self.directory / ".writable"
+        probe.write_text("")
+        probe.unlink()
 
     def _remove_interrupted(self) -> None:
         """Orbax can do this too, but in a thread that a run which ends at once does not outlive."""
         for path in sorted(self.directory.iterdir()):
-            if _TMP in path.name and jax.process_index() == 0:
-                step = path.name.split(".")[0]
+            step = _STEP.fullmatch(path.name)
+            if step and ocp.utils.is_checkpoint_finalized(path):
+                _check_score(path)
+            elif step:
                 self._say(
-                    f"passed over {self.directory}/{step}: its save was interrupted "
+                    f"passed over {self.directory}/{step[1]}: its save was interrupted "
                     f"({path.name}); it will be saved again"
                 )
                 path.rmtree()
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("interrupted checkpoints removed")
 
     def _move_aside(self, step: int) -> None:
         broken = self.directory / BROKEN
-        broken.mkdir(exist_ok=True)
+        folder.make(broken)
         taken = {path.name for path in broken.iterdir()}
         name = next(n for n in (f"{step}-{i}" for i in range(len(taken) + 1)) if n not in taken)
         (self.directory / str(step)).rename(broken / name)
@@ -274,8 +262,9 @@ class Manager:
         """What stands beside the arrays of a step: format, tree, digests, facts."""
         place = f"{self.directory}/{step}"
         path = self.directory / str(step) / "record"
-        if not path.exists() or not any(path.iterdir()):
-            raise IncompleteError(f"{place}: incomplete, it has no record")
+        with self._access("read"):
+            if not path.exists() or not any(path.iterdir()):
+                raise IncompleteError(f"{place}: incomplete, it has no record")
         try:
             restored = self._orbax.restore(
                 step, args=ocp.args.Composite(record=ocp.args.JsonRestore())
@@ -284,7 +273,8 @@ class Manager:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise DamagedError(f"{place}: damaged, its record is no JSON ({error})") from None
         except Exception as error:
-            raise IncompleteError(f"{place}: incomplete, {first_line(error)}") from None
+            check_reached(place, error)
+            raise IncompleteError(f"{place}: incomplete, {reason(error)}") from None
         known = isinstance(record, dict) and record.get("format") == FORMAT
         if not known:
             found = record.get("format") if isinstance(record, dict) else "none"
@@ -298,8 +288,9 @@ class Manager:
         self, step: int, wanted: dict[str, jax.ShapeDtypeStruct]
     ) -> dict[str, jax.Array]:
         place = f"{self.directory}/{step}"
-        if not (self.directory / str(step) / "state").exists():
-            raise IncompleteError(f"{place}: incomplete, it has no arrays")
+        with self._access("read"):
+            if not (self.directory / str(step) / "state").exists():
+                raise IncompleteError(f"{place}: incomplete, it has no arrays")
         restore_args = {
             name: ocp.ArrayRestoreArgs(
                 sharding=array.sharding, global_shape=array.shape, dtype=array.dtype
@@ -312,6 +303,7 @@ class Manager:
         try:
             return self._orbax.restore(step, args=ocp.args.Composite(state=arguments))["state"]
         except Exception as error:
+            check_reached(place, error)
             text = first_line(error)
             missing = isinstance(error, FileNotFoundError) or "NOT_FOUND" in text
             if missing:
@@ -344,31 +336,53 @@ class Manager:
             raise kind(f"{self.directory}: another process could not read its part")
         return result
 
-    def _failures(self) -> "_OneLine":
-        return _OneLine(f"{self.directory}: saving step {self._saving} failed")
+    def _failures(self) -> OneLine:
+        return OneLine(
+            f"{self.directory}: saving step {self._saving} failed",
+            "the steps saved before are untouched; try freeing space, or another --workdir or "
+            "config.checkpoint.directory",
+        )
+
+    def _access(self, way: str) -> OneLine:
+        """way: "read" or "write"."""
+        return OneLine(
+            f"{self.directory}: cannot {way} there",
+            "try another --workdir or config.checkpoint.directory",
+        )
 
 
-class _OneLine:
-    """Turns whatever is raised inside into a CheckpointError of one line."""
+def _open_orbax(directory: epath.Path, retention: Retention | None) -> ocp.CheckpointManager:
+    return ocp.CheckpointManager(
+        directory,
+        options=ocp.CheckpointManagerOptions(
+            preservation_policy=retention.policy() if retention else None,
+            # The policy's metric is written into the step only where this names one, too.
+            best_fn=_score,
+            best_mode="min",
+            read_only=retention is None,
+            create=False,
+            # No process waits for another that died for longer than this (seconds).
+            async_options=ocp.AsyncOptions(timeout_secs=600),
+        ),
+        item_names=("state", "record"),
+        item_handlers={
+            "state": ocp.PyTreeCheckpointHandler(),
+            "record": ocp.JsonCheckpointHandler(),
+        },
+    )
 
-    def __init__(self, what: str):
-        self._what = what
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, Exception) and not isinstance(error, CheckpointError):
-            raise CheckpointError(
-                f"{self._what} ({first_line(error)}); the steps saved before are untouched; "
-                "try freeing space, or another --workdir or config.checkpoint.directory"
-            ) from None
-
-
-def _check_scheme(directory: str) -> None:
-    """A bucket needs a package of its own, which a local folder does not."""
-    if directory.startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
-        raise CheckpointError(f"{directory}: needs the package gcsfs; try pip install gcsfs")
+def _check_score(step: epath.Path) -> None:
+    """Orbax reads each step's score as it opens the folder, and would not say whose is damaged."""
+    try:
+        _score(json.loads((step / "metrics" / "metrics").read_bytes()))
+    except FileNotFoundError:
+        pass  # it was saved without one
+    except (ValueError, KeyError, TypeError):
+        raise DamagedError(
+            f"{step}: damaged, its score cannot be read; nothing was changed; "
+            f"try to delete {step}/metrics, without which it is no longer among the best"
+        ) from None
 
 
 def describe(arrays: dict[str, Any]) -> dict[str, list]:
@@ -403,12 +417,6 @@ def compare_trees(place: str, saved: dict, wanted: dict) -> None:
             f"{place}: a checkpoint of another model or optimizer, {text}; "
             "try the config that wrote it, or another --workdir"
         )
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something, at most 200 characters."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:200]
 
 
 def _advice(text: str, older: int | None) -> str:

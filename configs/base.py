@@ -6,6 +6,7 @@ can be set from the command line: --config.train.steps=20.
 
 import difflib
 import math
+import re
 
 from ml_collections import ConfigDict
 
@@ -224,6 +225,9 @@ def check(config: ConfigDict) -> None:
     _check_choices(config)
     _check_rows(config)
     _check_schedule(config)
+    if not re.fullmatch("(?!.*://).*|gs://[^/]+(/.*)?", config.checkpoint.directory):
+        needs = "a local folder or gs://bucket/path"
+        raise _wrong(config, "checkpoint.directory", needs, "gs://bucket/run")
     if config.train.windows_per_step > 1 and config.data.packing != "stream":
         raise _wrong(config, "train.windows_per_step", 'data.packing="stream"', "1")
     if config.train.windows_per_step > 1 and not config.model.carry:

@@ -25,7 +25,8 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "init_from",
     "",
-    "Workdir of another run: start a new training from its newest parameters.",
+    "Workdir of another run, or gs://bucket/path of its checkpoints: start a new training from its "
+    "newest parameters.",
     flag_values=_FLAGS,
 )
 flags.DEFINE_string(
@@ -67,6 +68,11 @@ def parse(argv: list[str]) -> tuple[ConfigDict, flags.FlagValues]:
         raise ValueError(" ".join(str(error).split())) from None
     if len(left) > 1:
         raise ValueError(f"{left[1]!r}: is no flag; needs --name=value; try --help")
+    if "://" in _FLAGS.workdir:
+        raise ValueError(
+            f"--workdir={_FLAGS.workdir}: needs a local folder, checkpoints alone can lie in a "
+            f"bucket; try --config.checkpoint.directory={_FLAGS.workdir}"
+        )
     _check_processes()
     return holder.value, _FLAGS
 

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from tests.fake_gcs import FakeGcs
 from training import devices
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -21,3 +22,22 @@ def forget_programs():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="session")
+def gcs():
+    """One server a session: its clients read once where it is."""
+    with FakeGcs() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def bucket(gcs):
+    """The name of a bucket of the test's own."""
+    name = f"bucket-{len(gcs.buckets)}"
+    gcs.buckets[name] = {}
+    yield name
+    gcs.fault = lambda request: None
+    assert not gcs.unknown

@@ -107,6 +107,9 @@ MISTAKES = [
     (["--processes=-1"], "--processes=-1", "--coordinator"),
     (["--flagfile=/none"], "'/none'", "flagfile"),
     (["--coordinator=auto", "--processes=2"], "--coordinator=auto", "without --processes"),
+    (["--config.checkpoint.directory=s3://a/b"], "config.checkpoint.directory='s3://a/b'", "gs://"),
+    (["--config.checkpoint.directory=gs://"], "config.checkpoint.directory='gs://'", "gs://bucket"),
+    (["--workdir=gs://a/b"], "--workdir=gs://a/b", "--config.checkpoint.directory=gs://a/b"),
 ]
 
 

@@ -1,15 +1,17 @@
-"""Checkpoints: what comes back, what is refused, and that nothing whole is ever lost."""
+"""Checkpoints: what comes back, what is refused, and that nothing whole is ever lost.
+
+In a local folder and, by a server on localhost, in a bucket; what only a bucket does: test_gcs.py.
+"""
 
 import contextlib
 import json
-import os
-import pathlib
-import shutil
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from checkpoints.digest import digests
@@ -51,12 +53,20 @@ def lines():
     return []
 
 
+@pytest.fixture(params=["local", "bucket"])
+def folder(request, tmp_path):
+    """Where a test's checkpoints lie."""
+    if request.param == "local":
+        return epath.Path(tmp_path) / "ck"
+    return epath.Path(f"gs://{request.getfixturevalue('bucket')}/runs/ck")
+
+
 @pytest.fixture
-def open_manager(tmp_path, lines):
+def open_manager(folder, lines):
     """Opens managers on one folder and closes them at the end."""
     opened = []
 
-    def make(retention=KEEP, folder=tmp_path / "ck"):
+    def make(retention=KEEP, folder=folder):
         opened.append(Manager(str(folder), retention, lines.append))
         return opened[-1]
 
@@ -109,57 +119,72 @@ def test_nothing_saved_is_no_error(open_manager):
     assert open_manager().restore_latest(want(arrays()), "stop") is None
 
 
-def test_the_final_save_is_on_disk_after_close(open_manager, tmp_path):
+def test_the_final_save_is_on_disk_after_close(open_manager):
     manager = open_manager()
     manager.save(7, arrays(), {})
     manager.close()
-    assert open_manager(None, tmp_path / "ck").restore_latest(want(arrays()), "stop").step == 7
+    assert open_manager(None).restore_latest(want(arrays()), "stop").step == 7
 
 
-def files(folder: pathlib.Path) -> list[pathlib.Path]:
+def tree(folder: epath.Path) -> Iterator[epath.Path]:
+    """All files at any depth."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from tree(path)
+        else:
+            yield path
+
+
+def files(folder: epath.Path) -> list[epath.Path]:
     """Data files of a step, the largest first."""
-    found = [p for p in folder.rglob("*") if p.is_file() and p.parent.name == "d"]
-    return sorted(found, key=lambda p: -p.stat().st_size)
+    found = [path for path in tree(folder) if path.parent.name == "d"]
+    return sorted(found, key=lambda path: -path.stat().length)
 
 
-def snapshot(folder: pathlib.Path) -> dict[str, bytes]:
-    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+def snapshot(folder: epath.Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in tree(folder) if path.name != ".folder"}
 
 
-def flip(path: pathlib.Path, place: float) -> None:
+def flip(path: epath.Path, place: float) -> None:
     content = bytearray(path.read_bytes())
     content[int(len(content) * place)] ^= 0x10
     path.write_bytes(content)
 
 
-def truncate(path: pathlib.Path, place: float) -> None:
-    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * place)])
+def truncate(path: epath.Path, place: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(path.stat().length * place)])
 
 
-@pytest.mark.parametrize("harm", [flip, truncate])
-@pytest.mark.parametrize("place", [0.3, 0.5, 0.8])
-def test_a_damaged_array_stops_in_one_line_and_changes_nothing(open_manager, tmp_path, harm, place):
+HARM = [("local", harm, place) for harm in (flip, truncate) for place in (0.3, 0.5, 0.8)]
+HARM += [("bucket", flip, 0.5), ("bucket", truncate, 0.8)]
+
+
+@pytest.mark.parametrize(("folder", "harm", "place"), HARM, indirect=["folder"])
+def test_a_damaged_array_stops_in_one_line_and_changes_nothing(open_manager, folder, harm, place):
     saved(open_manager, 3, 6).close()
-    harm(files(tmp_path / "ck" / "6")[0], place)
-    before = snapshot(tmp_path / "ck")
+    harm(files(folder / "6")[0], place)
+    before = snapshot(folder)
     with pytest.raises(CheckpointError, match=r"/6: damaged.*pass_over.*step 3") as caught:
         open_manager().restore_latest(want(arrays()), "stop")
     assert "\n" not in str(caught.value)
-    assert snapshot(tmp_path / "ck") == before
+    assert snapshot(folder) == before
 
 
-def test_whole_arrays_that_are_not_those_saved_are_damage(open_manager, tmp_path):
+def test_whole_arrays_that_are_not_those_saved_are_damage(open_manager, folder):
     """Files of another step, each of them intact: the digests alone can tell."""
     saved(open_manager, 3, 6).close()
-    shutil.rmtree(tmp_path / "ck" / "6" / "state")
-    shutil.copytree(tmp_path / "ck" / "3" / "state", tmp_path / "ck" / "6" / "state")
+    (folder / "6" / "state").rmtree()
+    for path in tree(folder / "3" / "state"):
+        copy = folder / "6" / path.relative_to(folder / "3")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        path.copy(copy)
     with pytest.raises(DamagedError, match="is not what was saved"):
         open_manager().restore(6, want(arrays()))
 
 
-def test_a_damaged_step_can_be_passed_over_and_saved_again(open_manager, tmp_path, lines):
+def test_a_damaged_step_can_be_passed_over_and_saved_again(open_manager, folder, lines):
     saved(open_manager, 3, 6).close()
-    flip(files(tmp_path / "ck" / "6")[0], 0.5)
+    flip(files(folder / "6")[0], 0.5)
     manager = open_manager()
     assert manager.restore_latest(want(arrays()), "pass_over").step == 3
     assert len(lines) == 1 and "passed over" in lines[0] and "/6: damaged" in lines[0]
@@ -168,24 +193,28 @@ def test_a_damaged_step_can_be_passed_over_and_saved_again(open_manager, tmp_pat
     manager.wait()
     assert manager.steps() == [3, 6]
     assert same(manager.restore(6, want(arrays())).arrays, arrays(seed=6))
-    assert [p.name for p in (tmp_path / "ck" / "broken").iterdir()] == ["6-0"]
+    assert [p.name for p in (folder / "broken").iterdir() if p.name != ".folder"] == ["6-0"]
+    assert {path.name for path in tree(folder / "broken")} > {"manifest.ocdbt", "metadata"}
 
 
 @pytest.mark.parametrize("missing", ["record", "state/manifest.ocdbt", "state"])
-def test_a_half_written_step_is_passed_over(open_manager, tmp_path, lines, missing):
+def test_a_half_written_step_is_passed_over(open_manager, folder, lines, missing):
     saved(open_manager, 3, 6).close()
-    path = tmp_path / "ck" / "6" / missing
+    path = folder / "6" / missing
     if path.is_dir():
-        os.rename(path, tmp_path / "elsewhere")
+        path.rmtree()
     else:
         path.unlink()
     assert open_manager().restore_latest(want(arrays()), "stop").step == 3
     assert len(lines) == 1 and "/6: incomplete" in lines[0], lines
 
 
-def test_an_interrupted_save_is_named_and_tidied(open_manager, tmp_path, lines):
+def test_an_interrupted_save_is_named_and_tidied(open_manager, folder, lines):
     saved(open_manager, 3, 6).close()
-    os.rename(tmp_path / "ck" / "6", tmp_path / "ck" / "6.orbax-checkpoint-tmp")
+    if str(folder).startswith("gs://"):
+        (folder / "6" / "commit_success.txt").unlink()
+    else:
+        (folder / "6").rename(folder / "6.orbax-checkpoint-tmp")
     manager = open_manager()
     assert manager.restore_latest(want(arrays()), "stop").step == 3
     assert len(lines) == 1 and "its save was interrupted" in lines[0], lines
@@ -194,9 +223,9 @@ def test_an_interrupted_save_is_named_and_tidied(open_manager, tmp_path, lines):
     assert manager.steps() == [3, 6]
 
 
-def test_no_whole_step_is_an_error_not_a_new_start(open_manager, tmp_path):
+def test_no_whole_step_is_an_error_not_a_new_start(open_manager, folder):
     saved(open_manager, 3).close()
-    (tmp_path / "ck" / "3" / "state" / "manifest.ocdbt").unlink()
+    (folder / "3" / "state" / "manifest.ocdbt").unlink()
     with pytest.raises(CheckpointError, match="none of its 1 checkpoints is whole"):
         open_manager().restore_latest(want(arrays()), "stop")
 
@@ -223,33 +252,34 @@ def test_parameters_alone_can_be_read(open_manager):
 
 
 @pytest.mark.parametrize("version", [2, "new", None])
-def test_an_unknown_format_is_refused(open_manager, tmp_path, version):
+def test_an_unknown_format_is_refused(open_manager, folder, version):
     saved(open_manager, 3).close()
-    record = next((tmp_path / "ck" / "3" / "record").glob("metadata"))
+    record = folder / "3" / "record" / "metadata"
     record.write_text(record.read_text().replace('"format": 1', f'"format": {json.dumps(version)}'))
-    before = snapshot(tmp_path / "ck")
+    before = snapshot(folder)
     with pytest.raises(CheckpointError, match=r"format .* is unknown; needs format 1"):
         open_manager().restore_latest(want(arrays()), "stop")
-    assert snapshot(tmp_path / "ck") == before
+    assert snapshot(folder) == before
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(open_manager, tmp_path):
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot write there"):
-        open_manager(KEEP, tmp_path / "file" / "ck")
+        Manager(str(tmp_path / "file" / "ck"), KEEP, print)
 
 
-def test_a_bucket_without_its_package_is_one_line(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(CheckpointError, match=r"^gs://bucket/run: needs the package gcsfs; try"):
-        Manager("gs://bucket/run", KEEP, print)
+@pytest.mark.parametrize("place", ["s3://bucket/run", "gs://", "gs:///run", "https://host/run"])
+def test_other_places_are_refused(place):
+    with pytest.raises(CheckpointError, match=rf"^{place}: needs a local path or gs://bucket/path"):
+        Manager(place, KEEP, print)
 
 
-def test_a_failed_save_is_told_at_the_next_look(open_manager, tmp_path):
+@pytest.mark.parametrize("folder", ["local"], indirect=True)
+def test_a_failed_save_is_told_at_the_next_look(open_manager, folder):
     """The folder vanishes while arrays are written: the failure is in the background."""
     manager = saved(open_manager, 1)
-    (tmp_path / "ck").rename(tmp_path / "gone")
-    (tmp_path / "ck").write_text("in the way")
+    folder.rename(folder.parent / "gone")
+    folder.write_text("in the way")
     with pytest.raises(CheckpointError, match="saving step 2 failed"):
         manager.save(2, arrays(), {})
         manager.wait()
@@ -273,6 +303,20 @@ def test_retention(open_manager, retention, left):
     assert manager.steps() == left
 
 
+def test_the_best_is_still_known_after_a_restart(open_manager, folder):
+    retention = Retention(last=1, best=1)
+    for step, score in ((1, 0.1), (2, 0.2), (3, 0.3)):
+        manager = open_manager(retention)
+        manager.save(step, arrays(), {}, score)
+        manager.wait()
+    assert manager.steps() == [1, 3]
+    flip(folder / "1" / "metrics" / "metrics", 0.0)
+    with pytest.raises(
+        DamagedError, match=rf"{folder}/1: damaged, its score .* delete {folder}/1/"
+    ):
+        open_manager(retention)
+
+
 def test_digests_are_the_same_on_every_mesh_and_notice_every_change():
     one, four = digests(arrays(1)), digests(arrays(4))
     assert one == four
@@ -284,8 +328,8 @@ def test_digests_are_the_same_on_every_mesh_and_notice_every_change():
     assert digests(changed)["params/v"] == one["params/v"]
 
 
-def test_damage_to_the_record_is_noticed(open_manager, tmp_path):
+def test_damage_to_the_record_is_noticed(open_manager, folder):
     saved(open_manager, 3).close()
-    flip(tmp_path / "ck" / "3" / "record" / "metadata", 0.0)
+    flip(folder / "3" / "record" / "metadata", 0.0)
     with pytest.raises(DamagedError):
         open_manager().restore(3, want(arrays()))

@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from checkpoints.manager import Manager
+from tests.fake_gcs import Hold
 from tests.tolerances import RESUMED_ON_ANOTHER_MESH
 from tests.trainer import Running, digests_of, learning, reports, steps_on_disk, train
 
@@ -89,3 +91,26 @@ def test_one_of_two_killed_while_they_save_nothing_is_lost(tmp_path):
         run.end(0)
     assert learning(tmp_path / "killed") == learning(tmp_path / "whole")
     assert digests_of(tmp_path / "killed", 60) == digests_of(tmp_path / "whole", 60)
+
+
+@pytest.mark.slow
+def test_two_processes_save_to_a_bucket(gcs, bucket, tmp_path):
+    """One of them is killed while they save; then both go on to the end."""
+    place = f"gs://{bucket}/run"
+    arguments = ["--config.train.steps=12", "--config.checkpoint.every=3"]
+    for run in start(tmp_path / "local", *arguments):
+        run.end(0)
+    arguments += [f"--config.checkpoint.directory={place}"]
+    gcs.fault = hold = Hold("run/6/commit_success.txt")
+    both = start(tmp_path / "bucket", *arguments)
+    both[0].until("step 6/")
+    assert hold.reached.wait(60)
+    kill(both, 1)
+    hold.go_on.set()
+    gcs.fault = lambda request: None
+    both = start(tmp_path / "bucket", *arguments)
+    texts = [run.end(0) for run in both]
+    assert f"passed over {place}/6: its save was interrupted" in texts[0]
+    assert f"resumed from step 3 of {place}" in texts[0]
+    assert learning(tmp_path / "bucket") == learning(tmp_path / "local")
+    assert Manager(place).record(12)["digests"] == digests_of(tmp_path / "local", 12)

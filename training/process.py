@@ -19,7 +19,7 @@ def open_streams() -> None:
 
 def quiet_libraries() -> None:
     """Keeps stderr to our one line: what a library logs as an error it also raises."""
-    for library in ("absl", "asyncio"):
+    for library in ("absl", "asyncio", "fsspec", "gcsfs"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     # Writes of a failed save that had not begun.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
