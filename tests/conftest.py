@@ -41,3 +41,9 @@ def bucket(gcs):
     yield name
     gcs.fault = lambda request: None
     assert not gcs.unknown
+
+
+@pytest.fixture
+def impatient_orbax(monkeypatch):
+    """Threads of a save that failed wait for each other, ten minutes, and pytest's end for them."""
+    monkeypatch.setattr("orbax.checkpoint._src.multihost.multihost._DEFAULT_BARRIER_TIMEOUT", 30)

@@ -52,6 +52,7 @@ def test_a_bucket_without_permission_is_one_line(gcs, place, method, pattern):
         Manager(place, KEEP, print)
 
 
+@pytest.mark.usefixtures("impatient_orbax")
 @pytest.mark.parametrize("at", ["/2/state/d/", "/2/record/metadata", "/2/commit_success"])
 def test_a_refused_save_is_one_line_and_made_up_for(gcs, place, lines, at):
     manager = saved(place, lines, 1)

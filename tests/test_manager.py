@@ -274,6 +274,7 @@ def test_other_places_are_refused(place):
         Manager(place, KEEP, print)
 
 
+@pytest.mark.usefixtures("impatient_orbax")
 @pytest.mark.parametrize("folder", ["local"], indirect=True)
 def test_a_failed_save_is_told_at_the_next_look(open_manager, folder):
     """The folder vanishes while arrays are written: the failure is in the background."""
