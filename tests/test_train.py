@@ -6,6 +6,7 @@ import resource
 import signal
 import stat
 
+import jax
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -158,8 +159,16 @@ def test_a_profile_is_written_by_option_and_on_a_signal(tmp_path):
     run.until("profile of 2 steps")
     run.signal(signal.SIGTERM)
     run.end(0)
-    traces = list((tmp_path / "tensorboard" / "plugins" / "profile").glob("*/*.xplane.pb"))
-    assert len(traces) >= 1 and all(trace.stat().st_size for trace in traces)
+    traces = sorted((tmp_path / "tensorboard" / "plugins" / "profile").glob("*/*.xplane.pb"))
+    steps = [traced_steps(trace) for trace in traces]
+    assert [3, 4] in steps and all(last == first + 1 for first, last in steps), steps
+
+
+def traced_steps(trace) -> list[int]:
+    """The steps that a trace names."""
+    planes = jax.profiler.ProfileData.from_file(str(trace)).planes
+    events = [event for plane in planes for line in plane.lines for event in line.events]
+    return sorted(dict(event.stats)["step_num"] for event in events if event.name == "train")
 
 
 def small_files():

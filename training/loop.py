@@ -82,7 +82,8 @@ def run(job: Job) -> tuple[int, str]:
         step += 1
         job.profiler.before(step, asked=job.signals.take_profile())
         wish = job.votes[job.signals.stop is not None]
-        job.state, metrics = job.step(job.state, batch, wish)
+        with job.profiler.named(step):
+            job.state, metrics = job.step(job.state, batch, wish)
         told = _finish(job, flying)  # the step before, while this one runs
         flying = _Flying(step, metrics, data_wait)
         if told or _due(job, step):

@@ -1,5 +1,6 @@
 """Traces of a few steps, for TensorBoard's profile page: by config.profile, or on SIGUSR1."""
 
+import contextlib
 import os
 from collections.abc import Callable
 
@@ -26,6 +27,10 @@ class Profiler:
         if self._last is None and (asked or step == self._start):
             self._last = step + self._steps - 1
             jax.profiler.start_trace(self._folder)
+
+    def named(self, step: int) -> contextlib.AbstractContextManager:
+        """What is dispatched inside stands in a trace as this step, for the page's step times."""
+        return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def ends_with(self, step: int) -> bool:
         """Whether this step is the trace's last: the loop then waits for it and calls `stop`."""
