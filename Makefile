@@ -40,9 +40,10 @@ format: setup-dev
 	$(PYTHON_ENV) -m ruff check --fix .
 
 bench: setup-dev
-	$(PYTHON_ENV) benchmarks/train_step.py
-	$(PYTHON_ENV) benchmarks/kda_cpu.py
-	$(PYTHON_ENV) benchmarks/kda_tpu.py
+	$(PYTHON_ENV) -m benchmarks.train_step
+	$(PYTHON_ENV) -m benchmarks.carry
+	$(PYTHON_ENV) -m benchmarks.kda_cpu
+	$(PYTHON_ENV) -m benchmarks.kda_tpu
 
 tensorboard: setup  ## make tensorboard RUNS=runs PORT=6006
 	$(PYTHON_ENV) -m tensorboard.main --logdir $(RUNS) --port $(PORT)

@@ -39,14 +39,11 @@ def main(argv: list[str]) -> int:
     try:
         start_jax(config, flags)
         return train(config, flags, signals)
-    except ValueError as error:
-        if not str(error).startswith(("config.", "--", "JAX_PLATFORMS")):
-            raise
-        return fail(error, 2)
     except SystemExit:
         raise
     except Exception as error:
-        return failed(error)
+        mistake = str(error).startswith(("config.", "--", "JAX_PLATFORMS"))
+        return fail(error, 2) if isinstance(error, ValueError) and mistake else failed(error)
 
 
 def fail(error: object, code: int) -> int:
@@ -264,10 +261,11 @@ def resume_target(parts: Parts, facts: dict[str, Any], say: Any) -> dict[str, An
     advice = "try the config that wrote it, or another --workdir"
     if found.model:
         raise CheckpointError(f"the checkpoint is of another model: {found.model[0]}; {advice}")
-    if found.optimizer:
+    if found.state:
+        folder = checkpoint_folder(parts.config.checkpoint.directory, parts.workdir)
         raise CheckpointError(
-            f"the checkpoint is of another optimizer: {found.optimizer[0]}; {advice}, with "
-            f"--init_from={parts.workdir} to start from its parameters"
+            f"the checkpoint's state is of another kind: {found.state[0]}; {advice}, with "
+            f"--init_from={folder} to start from its parameters"
         )
     if found.other:
         say("changed since the checkpoint: " + "; ".join(found.other))
@@ -288,7 +286,7 @@ def filled(parts: Parts, arrays: dict[str, Any]) -> dict[str, Any]:
 
     if flatten(parts.shapes).keys() == arrays.keys():
         return arrays
-    carry = empty_carry(parts.model, parts.mesh, parts.config.data.rows)
+    carry = empty_carry(parts.model, parts.mesh, parts.config.data.rows)()
     return {**arrays, **flatten({"carry": carry})}
 
 
@@ -302,11 +300,18 @@ def other_parameters(parts: Parts, workdir: str, say: Any) -> dict[str, Any]:
         found = resume.differences(facts["config"], parts.config.to_dict())
         if found.model:
             raise CheckpointError(f"another model, {found.model[0]}")
+        if facts["data"]["data"]["tokenizer"] != parts.loader.tokenizer.fingerprint:
+            raise CheckpointError(
+                "its tokens mean something else: config.data.tokenizer was "
+                f"{facts['config']['data']['tokenizer']!r} there"
+            )
         return {n: a for n, a in flatten(parts.shapes).items() if n.startswith("params/")}
 
-    folder = checkpoint_folder(workdir if "://" in workdir else "", workdir)
+    inner = checkpoint_folder("", workdir)
+    folder = inner if os.path.isdir(inner) else checkpoint_folder(workdir, "")
     try:
-        restored = Manager(folder, None, say).restore_latest(target, "stop")
+        damaged = parts.config.checkpoint.damaged
+        restored = Manager(folder, None, say).restore_latest(target, damaged)
     except CheckpointError as error:
         raise CheckpointError(f"--init_from={workdir}: {error}") from None
     if restored is None:
@@ -440,6 +445,7 @@ def make_job(parts: Parts, manager: Any, state: Any, start: int, signals: Any, w
         step=step,
         votes=votes,
         batches=iter(parts.loader),
+        more=parts.loader.has_more,
         evaluate=evaluate,
         saver=Saver(parts, manager),
         meter=meter,

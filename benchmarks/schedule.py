@@ -39,10 +39,9 @@ class _Loop:
 
 @dataclass
 class Schedule:
-    """Bundles of all programs of a compilation, by name; which of them are Pallas kernels."""
+    """Bundles of all programs of a compilation, by name."""
 
     programs: dict[str, int] = field(default_factory=dict)
-    kernels: set[str] = field(default_factory=set)
 
     @property
     def total(self) -> int:
@@ -61,11 +60,6 @@ def read(dump: str) -> Schedule:
         if match and "schedule-analysis" not in path.name:
             found = weigh(path.read_text(errors="replace").splitlines())
             schedule.programs[match.group(1)] = schedule.programs.get(match.group(1), 0) + found
-    for path in pathlib.Path(dump).glob("*TLP-hlo.txt"):
-        for line in path.read_text(errors="replace").splitlines():
-            match = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", line)
-            if match and "tpu_custom_call" in line:
-                schedule.kernels.add(match.group(1))
     return schedule
 
 

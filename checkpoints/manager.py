@@ -127,7 +127,7 @@ class Manager:
         """Starts saving; returns when the arrays may be changed. `wait` or `check` tell the end.
 
         Args:
-            arrays: by name. facts: JSON-able, identical on every process. score: lower is better.
+            arrays: by name. facts: JSON-able; the first process's are kept. score: lower is better.
 
         Raises:
             CheckpointError: this save could not start, or an earlier one failed.

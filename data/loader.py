@@ -6,7 +6,6 @@ on the same rows (a context axis across processes) read the same and each places
 
 import hashlib
 import json
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
@@ -106,7 +105,6 @@ class Loader:
     ):
         self.source = source
         self.tokenizer = tokenizer
-        self.wait_seconds = 0.0  # that callers of next() have waited
         self._config = config
         self._split = split
         self._seed = seed if split == "train" else _EVAL_SEED
@@ -123,6 +121,7 @@ class Loader:
         # The running pipeline's iterator, or nothing. A list, so that closing it lets go of it:
         # also at interpreter exit, as a thread must not place arrays while JAX is taken down.
         self._running: list[Any] = []
+        self._ahead: list[_Placed] = []  # the batch that has_more looked at, or nothing
         weakref.finalize(self, _close, self._running)
 
     def _deal(self) -> Corpus:
@@ -145,29 +144,31 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        began = time.perf_counter()
-        try:
-            return self._next()
-        finally:
-            self.wait_seconds += time.perf_counter() - began
-
-    def _next(self) -> Batch:
-        if self._batches_out >= self._limit():
+        if not self.has_more():
             raise StopIteration
-        self.start()
-        try:
-            placed: _Placed = next(self._running[0])
-        except BaseException:
-            self.close()  # what the thread had made ahead is behind a gap now
-            raise
-        if not placed.live and self._ends_by_itself():
-            # This batch is not handed out. What it met at the end, such as empty documents, counts;
-            # its padding does not.
-            self._records[:, :_MADE] = placed.records[:, :_MADE]
-            raise StopIteration
+        placed = self._ahead.pop()
         self._batches_out += 1
         self._records[self._rows] = placed.records
         return placed.batch
+
+    def has_more(self) -> bool:
+        """Whether another batch follows, the same on every host. It is made; the position stays."""
+        if self._batches_out >= self._limit():
+            return False
+        self.start()
+        try:
+            if not self._ahead:
+                self._ahead.append(next(self._running[0]))
+        except BaseException:
+            self.close()  # what the thread had made ahead is behind a gap now
+            raise
+        placed = self._ahead[0]
+        over = not placed.live and self._ends_by_itself()
+        if over:
+            # This batch is not handed out. What it met at the end, such as empty documents, counts;
+            # its padding does not.
+            self._records[:, :_MADE] = placed.records[:, :_MADE]
+        return not over
 
     def _ends_by_itself(self) -> bool:
         """This host holds all rows, so it sees when they have all ended."""
@@ -217,6 +218,7 @@ class Loader:
 
     def close(self) -> None:
         """Ends the thread and the worker processes. Iterating again starts new ones."""
+        self._ahead.clear()
         _close(self._running)
 
     def state(self) -> dict[str, Any]:

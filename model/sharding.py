@@ -24,7 +24,6 @@ from model.config import ModelConfig
 MESH_AXES = ("data", "fsdp", "context", "tensor")
 ROWS = ("data", "fsdp")
 CONTEXT = "context"
-ROW_SPEC = PartitionSpec(ROWS)  # [B]
 TOKEN_SPEC = PartitionSpec(ROWS, "context")  # [B, T] and [B, T, D]
 
 # Which mesh axis cuts an axis of a parameter. A mesh axis cuts one axis of a parameter at most, the

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import train
 from configs import base, flags, kda_cp4, smoke
 
 SMOKE = "configs/smoke.py"
@@ -20,6 +21,27 @@ def parse(*arguments, config=SMOKE):
         delattr(flags._FLAGS, name)
     flags._FLAGS.unparse_flags()
     return flags.parse(["train.py", f"--config={config}", *arguments])[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [
+        ("config.mesh: needs 4", 2, "error: config.mesh: needs 4\n"),
+        ("cannot reshape array", 1, "Traceback"),
+    ],
+)
+def test_a_mistake_is_told_from_a_failure(monkeypatch, capsys, text, code, says):
+    """Both are ValueErrors; only the first is about an option. No exception leaves main."""
+
+    def start(*_):
+        raise ValueError(text)
+
+    monkeypatch.setattr(train.process, "quiet_libraries", lambda: None)
+    monkeypatch.setattr(train, "Signals", lambda: None)
+    monkeypatch.setattr(train.command_line, "parse", lambda argv: (smoke.get_config(), None))
+    monkeypatch.setattr(train, "start_jax", start)
+    assert train.main(["train.py"]) == code
+    assert capsys.readouterr().err.startswith(says)
 
 
 @pytest.mark.parametrize("module", [base, kda_cp4, smoke])

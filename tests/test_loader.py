@@ -284,6 +284,22 @@ def test_evaluation_is_the_same_every_time(config):
             assert not np.asarray(batch[name])[padded].any()
 
 
+def test_looking_ahead_moves_nothing(config):
+    """The position, the batches and the end are those of a loader that nobody asked."""
+    asked, other = (loader(change(config, epochs=1)) for _ in range(2))
+    batches = 0
+    for batch in other:
+        before = asked.state()
+        assert asked.has_more() and asked.has_more() and asked.state() == before
+        np.testing.assert_array_equal(next(asked).tokens, batch.tokens)
+        assert asked.state() == other.state()
+        batches += 1
+    assert batches > 3 and not asked.has_more() and not asked.has_more()
+    with pytest.raises(StopIteration):
+        next(asked)
+    assert asked.state() == other.state()
+
+
 def test_training_ends_with_its_epochs(config):
     """All tokens of two epochs, then the end, again and again; without epochs no end."""
     source = loader(change(config, epochs=2))
@@ -368,23 +384,6 @@ def test_an_error_of_reading_reaches_the_caller(config, workers):
         whole.restore(state)
         assert take(whole, 30) == after
         assert before[0] not in after
-
-
-def test_waiting_is_measured(config, monkeypatch):
-    read = DocumentSource.__getitem__
-
-    def slow(self, index):
-        time.sleep(0.05)
-        return read(self, index)
-
-    monkeypatch.setattr(DocumentSource, "__getitem__", slow)
-    with loader(config) as source:
-        began = time.perf_counter()
-        next(source)
-        passed = time.perf_counter() - began
-        assert 0.2 <= source.wait_seconds <= passed  # four streams open a document each
-        time.sleep(0.1)
-        assert source.wait_seconds <= passed
 
 
 def test_a_loader_can_start_ahead(config, monkeypatch):

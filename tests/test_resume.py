@@ -101,6 +101,11 @@ def test_other_rows_are_refused_or_dealt_anew(half):
         ("--config.model.width=96", "config.model.width is 64 there and 96 here"),
         ("--config.model.gate=bounded", "config.model.gate is 'softplus' there and 'bounded' here"),
         ("--config.optimizer.name=muon", "config.optimizer.name is 'adamw' there and 'muon' here"),
+        ("--config.train.spike_window=32", "config.train.spike_window is 64 there and 32 here"),
+        (
+            "--config.model.compute_dtype=bfloat16",
+            "config.model.compute_dtype is 'float32' there and 'bfloat16' here",
+        ),
     ],
 )
 def test_another_model_is_refused(half, argument, says):
@@ -131,6 +136,9 @@ def test_another_runs_parameters_start_a_new_training(whole, tmp_path):
     assert list(reports(tmp_path)) == [1, 2, 3]
     first = reports(tmp_path)[1]["learning/loss"]
     assert first < reports(whole)[1]["learning/loss"] - 0.5
+    place = whole / "checkpoints"
+    done = train(tmp_path / "other", MESH, f"--init_from={place}", "--config.train.steps=1")
+    assert f"parameters from step 20 of {place}" in done.stdout
     done = train(tmp_path / "none", MESH, f"--init_from={tmp_path / 'nowhere'}", code=1)
     assert (
         "--init_from=" in done.stderr and "nowhere" in done.stderr and done.stderr.count("\n") == 1
@@ -189,7 +197,7 @@ def test_differences_tell_another_model_from_other_options():
     now["optimizer"] = {"name": "muon", "b1": 0.8}
     found = differences(saved, now)
     assert found.model == ["config.model.width is 64 there and 32 here"]
-    assert found.optimizer == ["config.optimizer.name is 'adamw' there and 'muon' here"]
+    assert found.state == ["config.optimizer.name is 'adamw' there and 'muon' here"]
     assert found.other == [
         "config.model.remat is 'full' there and 'none' here",
         "config.optimizer.b1 is 0.9 there and 0.8 here",

@@ -229,7 +229,7 @@ def test_evaluation_is_the_same_mean_over_all_batches():
     parts[4] = parts[4]._replace(loss_weights=np.zeros_like(parts[4].loss_weights))
     joined = jax.tree.map(lambda *x: np.concatenate(x), *parts)
     mesh, shapes, _ = stepper(ONE, PLAIN, 2)
-    params, carry = start(ONE, 2, mesh, shapes).params, empty_carry(ONE, mesh, 2)
+    params, carry = start(ONE, 2, mesh, shapes).params, empty_carry(ONE, mesh, 2)()
     step, sums = make_eval_step(ONE, mesh), []
     for part in parts:
         carry, numbers = step(params, carry, jax.tree.map(jnp.asarray, part))

@@ -86,9 +86,10 @@ def meet(processes: Processes) -> None:
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=HEARTBEAT_SECONDS,
         )
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
+        text = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"--coordinator={processes.coordinator}: JAX found no processes ({error}); "
+            f"--coordinator={processes.coordinator}: JAX found no processes ({text}); "
             "try --coordinator=host:port --processes=2 --process_id=0"
         ) from None
 

@@ -38,7 +38,7 @@ class Evaluator:
         reads_bytes: bool,
     ):
         self._batches, self._goodput, self._reads_bytes = batches, goodput, reads_bytes
-        self._empty_carry = lambda: empty_carry(cfg, mesh, rows)
+        self._empty_carry = empty_carry(cfg, mesh, rows)
         self._jitted = make_eval_step(cfg, mesh)
         self._step: Callable[..., Any] | None = None
         self.gzip: tuple[float, int] | None = None  # (bits a byte, bytes) of the text evaluated

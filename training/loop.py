@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -47,6 +47,7 @@ class Job:
     step: Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]
     votes: tuple[jax.Array, jax.Array]
     batches: Iterator[Batch]
+    more: Callable[[], bool]  # whether `batches` has another one
     evaluate: Callable[[Any], dict[str, float]]
     saver: Saver
     meter: Meter
@@ -56,12 +57,14 @@ class Job:
     signals: Signals
 
 
-class _Flying(NamedTuple):
-    """A step that was dispatched and whose numbers were not read yet."""
+@dataclasses.dataclass
+class _Flying:
+    """A step that was dispatched and not reported yet."""
 
     step: int
     metrics: Metrics
     data_wait: float  # seconds
+    numbers: dict[str, Any] | None = None  # of the finished step, on the host
 
 
 def run(job: Job) -> tuple[int, str]:
@@ -86,8 +89,11 @@ def run(job: Job) -> tuple[int, str]:
             job.state, metrics = job.step(job.state, batch, wish)
         told = _finish(job, flying)  # the step before, while this one runs
         flying = _Flying(step, metrics, data_wait)
-        if told or _due(job, step):
-            told = _finish(job, flying) or told
+        _end_profile(job, flying)
+        # All processes stop at one step: this vote is read in all at once, here or behind the next
+        # dispatch, whatever a process does for itself, such as a trace.
+        if told or _due(job.plan, step):
+            told = _finish(job, flying, last=not told and _ends_with(job, step)) or told
             flying = None
             why = "signal" if told else ""
         job.saver.check()
@@ -114,25 +120,41 @@ def _every(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _due(job: Job, step: int) -> bool:
+def _due(plan: Plan, step: int) -> bool:
     """Whether something happens between this step and the next that needs its result."""
-    plan = job.plan
-    at = step >= plan.steps or _every(step, plan.eval_every) or _every(step, plan.save_every)
-    return at or job.profiler.ends_with(step)
+    return step >= plan.steps or _every(step, plan.eval_every) or _every(step, plan.save_every)
+
+
+def _ends_with(job: Job, step: int) -> bool:
+    """Whether no step follows this one, the newest."""
+    with job.goodput.during("data"):
+        return step >= job.plan.steps or not job.more()
+
+
+def _wait(job: Job, flying: _Flying) -> dict[str, Any]:
+    """Waits for a step; its numbers."""
+    if flying.numbers is None:
+        flying.numbers = job.meter.finish(flying.step, flying.metrics, flying.data_wait)
+    return flying.numbers
+
+
+def _end_profile(job: Job, flying: _Flying) -> None:
+    """Ends a trace whose last step this is; the time that takes is no step's."""
+    if job.profiler.ends_with(flying.step):
+        _wait(job, flying)
+        job.profiler.stop()
+        job.meter.start()
 
 
 def _finish(job: Job, flying: _Flying | None, *, last: bool = False) -> bool:
-    """Waits for a step, reports it, and evaluates and saves where that is due.
+    """Waits for a step, reports it, and evaluates and saves where that is due, and at the `last`.
 
-    last: the data ended with this step. Returns whether the processes agreed to stop.
+    Returns whether the processes agreed to stop.
     """
     if flying is None:
         return False
     plan, step = job.plan, flying.step
-    last = last or step >= plan.steps
-    numbers = job.meter.finish(step, flying.metrics, flying.data_wait)
-    if job.profiler.ends_with(step):
-        job.profiler.stop()
+    numbers = _wait(job, flying)
     score = None
     evaluates = plan.eval_every > 0 and (last or _every(step, plan.eval_every))
     values = {}
@@ -145,7 +167,7 @@ def _finish(job: Job, flying: _Flying | None, *, last: bool = False) -> bool:
         job.goodput.write()
     if last or _every(step, plan.save_every):
         _save(job, step, score)
-    if _due(job, step):
+    if last or _due(plan, step):
         job.meter.start()
     return bool(numbers["stop"])
 

@@ -11,7 +11,7 @@ import psutil
 from model.config import ModelConfig
 from model.flops import attention_flops_per_token, train_flops_per_token
 
-# Peak bf16 FLOP/s of a chip (JAX device: a core on v2 and v3) by `device_kind`.
+# Peak bf16 FLOP/s of a JAX device by `device_kind`: a chip, on v7x one of its two cores.
 # Google Cloud's TPU pages, "System architecture", one a generation; NVIDIA's data sheets, dense.
 PEAK_FLOPS = {
     "TPU v4": 275e12,
@@ -21,7 +21,7 @@ PEAK_FLOPS = {
     "TPU v5p": 459e12,
     "TPU v6 lite": 918e12,
     "TPU v6e": 918e12,
-    "TPU7x": 2307e12,
+    "TPU7x": 2307e12 / 2,
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,

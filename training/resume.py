@@ -1,4 +1,4 @@
-"""Whether a checkpoint's model is this model, and what else has changed since.
+"""Whether a checkpoint's model and state are of this run's kind, and what else has changed since.
 
 Data is not compared here: the loader knows what a position means and refuses one of other data.
 """
@@ -29,8 +29,9 @@ MODEL = (
 )
 
 
-# What the optimizer's own state is made of.
-OPTIMIZER = ("name",)
+# What else the arrays of a training state are made of: moments, the carried inputs of the
+# convolutions, the losses that spikes are told by. Parameters alone can do without.
+STATE = (("optimizer", "name"), ("model", "compute_dtype"), ("train", "spike_window"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Differences:
     """Lines "config.x.y a there, b here", by what they mean for going on."""
 
     model: list[str]
-    optimizer: list[str]
+    state: list[str]
     other: list[str]
 
 
@@ -53,8 +54,8 @@ def differences(saved: dict[str, Any], current: dict[str, Any]) -> Differences:
             line = f"config.{group}.{name} is {old.get(name)!r} there and {new.get(name)!r} here"
             if group == "model" and name in MODEL:
                 found.model.append(line)
-            elif group == "optimizer" and name in OPTIMIZER:
-                found.optimizer.append(line)
+            elif (group, name) in STATE:
+                found.state.append(line)
             else:
                 found.other.append(line)
     return found

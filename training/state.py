@@ -51,9 +51,9 @@ def init_state(
     return jax.jit(_maker(cfg, optimizer, rows, window), out_shardings=shardings)(seed)
 
 
-def empty_carry(cfg: ModelConfig, mesh: Mesh, rows: int) -> Any:
-    """The carry of streams before their first token, placed on the mesh."""
-    return jax.jit(lambda: init_carry(cfg, rows), out_shardings=carry_shardings(cfg, mesh))()
+def empty_carry(cfg: ModelConfig, mesh: Mesh, rows: int) -> Callable[[], Any]:
+    """Makes the carry of streams before their first token, placed on the mesh; compiled once."""
+    return jax.jit(lambda: init_carry(cfg, rows), out_shardings=carry_shardings(cfg, mesh))
 
 
 def flatten(state: Any) -> dict[str, Any]:

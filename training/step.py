@@ -5,7 +5,6 @@ Axes: W window, B row, T token, A part of the rows (accumulation).
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ from training.state import TrainState
 
 LN2 = math.log(2.0)
 Metrics = dict[str, jax.Array]
-TrainStep = Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ usual reverse sum of q dq + k (dk_row - dk_col) cancels all pairs behind t, and 
 rounding stays.
 
 Gradients of beta need no product of their own: vn = beta e
-with e the delta rule's error, and d beta = dvb . e, so d beta = (dr . vn) / beta^2 (tiles.py keeps
-beta away from 0).
+with e the delta rule's error, and d beta = dvb . e, so d beta = (dr . vn) / beta^2 (mosaic_layout
+keeps beta away from 0).
 """
 
 import functools

@@ -77,7 +77,7 @@ class Outputs(NamedTuple):
     exit: Any  # [heads, V, K] float32: the state at the rank's end, or None
     finals: Any  # [heads, max_segments, V, K] float32, or None
     totals: Any  # [state groups, N, heads of one, K] float32, a wave's scratch, or None
-    spare: Any  # [heads, T, K], a wave's scratch where `out` has another shape, or None
+    spare: Any  # [heads, T, K], a wave's scratch where K and V differ, or None
 
 
 def run(plan: Plan, operands: Operands) -> Outputs:
@@ -256,7 +256,7 @@ def _fused(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any], relay) -
 
 def _local_phase(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any]) -> None:
     """All that needs no state, for all chunks: the matrices go where the backward finds them, the
-    decayed queries and keys into outputs that the state pass fills later (`Parked`)."""
+    decayed queries and keys into outputs that the state pass fills later (`_parked`)."""
     view = Views(plan.group, plan.chunks, plan.steps)
     parked = _parked(outs)
     share = plan.group // plan.wave

@@ -1,0 +1,87 @@
+"""The loop alone, with stand-ins for all that it turns."""
+
+import contextlib
+import itertools
+
+import pytest
+
+from training import loop
+from training.goodput import Goodput
+
+
+class Stub:
+    """Notes what it is asked to do, in the order of the whole run."""
+
+    def __init__(self, steps=100, log=1, evals=0, saves=0, batches=100, trace_ends=None, vote=None):
+        self.events = []
+        self.trace_ends, self.vote, self.left = trace_ends, vote, batches
+        note = self.events.append
+        meter, writers, profiler, saver, signals = (type("", (), {})() for _ in range(5))
+        meter.start = lambda: note("idle")
+        meter.finish = lambda step, metrics, wait: {"stop": step == self.vote}
+        meter.report = lambda numbers: {}
+        writers.write = lambda step, values: note(("report", step, "eval/loss" in values))
+        profiler.before = lambda step, asked: None
+        profiler.named = lambda step: contextlib.nullcontext()
+        profiler.ends_with = lambda step: step == self.trace_ends
+        profiler.stop = lambda: note("trace")
+        saver.save = lambda step, state, score: note(("save", step, score))
+        saver.check = lambda: None
+        signals.stop, signals.take_profile = None, lambda: False
+        counter = itertools.count(1)
+
+        def step(state, batch, vote):
+            note(("step", next(counter)))
+            return type("", (), {"params": None})(), {}
+
+        self.job = loop.Job(
+            plan=loop.Plan(steps, log, evals, saves),
+            state=None,
+            start=0,
+            step=step,
+            votes=(0, 1),
+            batches=self._batches(),
+            more=lambda: self.left > 0,
+            evaluate=lambda params: {"eval/loss": 0.5},
+            saver=saver,
+            meter=meter,
+            writers=writers,
+            goodput=Goodput(),
+            profiler=profiler,
+            signals=signals,
+        )
+
+    def _batches(self):
+        while self.left:
+            self.left -= 1
+            yield object()
+
+    def of(self, kind):
+        return [event for event in self.events if event[0] == kind]
+
+
+@pytest.mark.parametrize("saves", [0, 1, 7])
+@pytest.mark.parametrize("log", [1, 50])
+def test_the_last_step_is_evaluated_and_saved_with_its_score_where_the_data_ends(saves, log):
+    stub = Stub(log=log, evals=50, saves=saves, batches=7)
+    assert loop.run(stub.job) == (7, "data")
+    assert [event for event in stub.of("report") if event[2]] == [("report", 7, True)]
+    assert next(event for event in stub.of("save") if event[1] == 7) == ("save", 7, 0.5)
+    steps = [event[1] for event in stub.of("report")]
+    assert steps == (list(range(1, 8)) if log == 1 else [7])
+
+
+@pytest.mark.parametrize("saves", [0, 7])
+@pytest.mark.parametrize("trace_ends", [None, 6, 7, 8])
+def test_processes_stop_at_one_step_whatever_one_of_them_traces(monkeypatch, saves, trace_ends):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    stub = Stub(saves=saves, trace_ends=trace_ends, vote=7)
+    assert loop.run(stub.job) == (7 if saves else 8, "signal")
+
+
+def test_the_time_of_ending_a_trace_is_no_steps():
+    stub = Stub(steps=9, trace_ends=5)
+    loop.run(stub.job)
+    at = stub.events.index("trace")
+    assert stub.events[at - 1] != "idle" and stub.events[at + 1] == "idle"
+    assert stub.of("step") == [("step", n) for n in range(1, 10)]
