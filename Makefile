@@ -10,7 +10,7 @@ PORT ?= 6006
 # A worker that crashed would leave its file's other tests waiting for ever: end instead.
 TEST := JAX_PLATFORMS=cpu $(PYTHON_ENV) -m pytest -n 2 --dist loadfile --max-worker-restart=0
 
-.PHONY: setup setup-dev train test test-slow test-all lint format bench tensorboard requirements
+.PHONY: setup setup-dev train test test-slow test-long test-all lint format bench tensorboard requirements
 
 setup:
 	@scripts/setup.sh
@@ -26,6 +26,9 @@ test: setup-dev  ## the default tests, under 15 minutes on two cores
 
 test-slow: setup-dev
 	$(TEST) -m slow $(ARGS)
+
+test-long: setup-dev  ## of those the ones without faults at random moments, a quarter of an hour
+	$(TEST) -m slow --ignore tests/test_resume.py --ignore tests/test_processes.py $(ARGS)
 
 test-all: setup-dev
 	$(TEST) $(ARGS)

@@ -96,7 +96,7 @@ def whole_rows():
     return batch, result
 
 
-@pytest.mark.parametrize("context", [1, 2, 4])
+@pytest.mark.parametrize("context", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_windows_with_carry_are_one_long_row(whole_rows, context):
     batch, expected = whole_rows
     carry = init_carry(CFG, 2)

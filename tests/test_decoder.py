@@ -35,7 +35,11 @@ SEGMENTS = np.stack(
     ]
 )
 CONTINUES = np.array([True, False, True, True])
-MESHES = [{"context": 2}, {"context": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
+MESHES = [
+    pytest.param({"context": 2}, marks=pytest.mark.slow),
+    {"context": 4},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+]
 
 
 @pytest.fixture(scope="module")

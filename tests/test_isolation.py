@@ -39,7 +39,7 @@ def loss_terms(result: dict, batch: dict) -> np.ndarray:
     return np.asarray(jax.nn.logsumexp(result["logits"], axis=-1)) - picked[..., 0]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow), 4])
 def versions(request):
     """(batch, results) before and after, with the loss of all other documents alone."""
     batch = make_batch(SEGMENTS) | {"loss_weights": jnp.asarray(OTHERS, jnp.float32)}
