@@ -190,7 +190,7 @@ def _checkpoint() -> ConfigDict:
     # Steps from one checkpoint to the next, and one at the end. >= 0; 0: at the end only.
     checkpoint.every = 200
     # What stays: the last so many (>= 1), every step that is a multiple of this (>= 0; 0: none),
-    # and the so many best by eval/loss (>= 0).
+    # and the so many best by eval/loss (>= 0) of the steps that were evaluated and saved at once.
     checkpoint.keep_last = 2
     checkpoint.keep_every = 0
     checkpoint.keep_best = 1
