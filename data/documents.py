@@ -9,6 +9,7 @@ import errno
 import hashlib
 import os
 import sysconfig
+import weakref
 from typing import NoReturn, Protocol
 
 import numpy as np
@@ -114,13 +115,30 @@ def _open_reader(config: DataConfig, option: str, path: str) -> Reader:
                 f"config.data.{option}={path!r}: no {_SUFFIXES[config.source]} file in it"
             )
         if config.source == "jsonl":
-            reader = JsonLinesReader(files, config.field)
+            reader = _json_lines(files, config.field)
         elif config.source == "parquet":
             reader = ParquetReader(files, config.field, option)
         else:
             reader = ArrayRecordReader(files, option)
     if len(reader) == 0 or not reader.sizes.any():
         raise ValueError(f"config.data.{option}={path!r}: it holds no text")
+    return reader
+
+
+# By field and files as they are: those in use.
+_json_lines_readers: weakref.WeakValueDictionary[object, JsonLinesReader] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def _json_lines(files: list[str], field: str) -> JsonLinesReader:
+    """The reader of both splits, as long as one of them is open: finding lines reads all files."""
+    stats = [os.stat(file) for file in files]
+    states = [(s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats]
+    key = field, tuple(files), tuple(states)
+    reader = _json_lines_readers.get(key)
+    if reader is None:
+        reader = _json_lines_readers[key] = JsonLinesReader(files, field)
     return reader
 
 
@@ -160,7 +178,9 @@ def _files(option: str, path: str, suffix: str) -> list[str]:
     found = [path] if os.path.isfile(path) else []
     reached: dict[str, tuple[str, ...]] = {}  # by folder: its real path and those of all above it
     for folder, folders, names in () if found else os.walk(path, onerror=refuse, followlinks=True):
-        real, through = os.path.realpath(folder), reached.get(os.path.dirname(folder), ())
+        # Of "./a/b" and "a//b" as well, the folder above is "a".
+        above = os.path.normpath(os.path.dirname(folder))
+        real, through = os.path.realpath(folder), reached.get(above, ())
         if real in through:
             refuse(OSError(errno.ELOOP, "a link to a folder that it lies in", folder))
         reached[os.path.normpath(folder)] = (*through, real)

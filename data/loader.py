@@ -4,6 +4,7 @@ Rows are what hosts share out: a host reads the streams of the rows that its dev
 on the same rows (a context axis across processes) read the same and each places its own tokens.
 """
 
+import contextlib
 import hashlib
 import json
 import weakref
@@ -21,7 +22,7 @@ from data.dealing import Dealer, Earlier, Position
 from data.documents import DocumentSource, open_source
 from data.options import DataConfig
 from data.packing import RECORD_SIZE, Record
-from data.pipeline import HostBatch, batches, count_batches
+from data.pipeline import HostBatch, batches, count_batches, starting_workers
 from data.stream import Corpus, Counts
 from data.tokenizer import Tokenizer, make_tokenizer
 
@@ -198,17 +199,19 @@ class Loader:
         What it makes follows the present position, so restore() comes first.
         """
         if not self._running:
-            self._running.append(self._pipeline())
-            self._running[0].start_prefetch()
+            workers = self._config.workers if self._split == "train" else 0
+            with starting_workers() if workers else contextlib.nullcontext():
+                self._running.append(self._pipeline(workers))
+                self._running[0].start_prefetch()
 
-    def _pipeline(self) -> Any:
+    def _pipeline(self, workers: int) -> Any:
         dataset = batches(
             self._corpus,
             self._config,
             rows=self._rows,
             records=self._records[self._rows],
             windows=self._windows,
-            workers=self._config.workers if self._split == "train" else 0,
+            workers=workers,
         )
         place = _Placer(self._rows, self._config.rows, self._sharding, self._flags_sharding)
         placed = grain.experimental.ThreadPrefetchIterDataset(

@@ -6,10 +6,13 @@ Elements carry the positions of their streams (data/packing.py), so neither work
 are part of what is saved: a run may be resumed with another number of them.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
 import grain
@@ -20,6 +23,10 @@ from data.batch import Batch
 from data.options import DataConfig
 from data.packing import PLACE, SEGMENT, Record, Row, StreamPacker, WholePacker
 from data.stream import TARGET, TARGET_BYTES, TOKEN, WEIGHT, Corpus
+
+# What reaches a whole process group: from a terminal, Slurm or systemd. It is for the parent, which
+# decides what to finish.
+_FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class HostBatch(NamedTuple):
@@ -58,11 +65,29 @@ def batches(
     return dataset.batch(windows * len(rows), batch_fn=lambda made: _stack(made, windows))
 
 
+@contextlib.contextmanager
+def starting_workers() -> Iterator[None]:
+    """For the start of a pipeline with workers: keeps the parent's signals from them at once.
+
+    They inherit it, through the threads that start them. It takes them seconds to get as far as
+    `_set_up_worker`, and one that dies before leaves grain waiting for ever.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
+    try:
+        # The process that clears up after workers needs it too, and its start unblocks two of them.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _set_up_worker(index: int, count: int) -> None:
     """Makes a worker live as long as its parent does, no shorter and no longer."""
     del index, count
-    # Ctrl-C reaches the whole process group; the parent decides what to finish.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Grain ends a worker by an event, at last by SIGKILL, so nobody needs these.
+    for number in _FOR_THE_PARENT:
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

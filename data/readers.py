@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Files from this size on are mapped, not read: the streams of a batch may all be inside one.
+# Documents that are files, or ends of one, are mapped from this size on, not read: the streams of a
+# batch may all be inside one.
 _MAPPED_BYTES = 1 << 24
 # Decoded Parquet row groups kept by a process. Shuffled reading jumps between row groups, so a
 # corpus up to this size is decoded once; a larger one is faster as JSONL or ArrayRecord.
 _PARQUET_CACHE_BYTES = 1 << 30
 
 
-# A large file is a read-only map of it; its slices are bytes.
-Text = bytes | mmap.mmap
+# A large file is a read-only map of it, its end a view of one. Slices of a view are views.
+Text = bytes | mmap.mmap | memoryview
 
 
 class Document(NamedTuple):
@@ -71,8 +72,16 @@ class FileReader:
     def __getitem__(self, index: int) -> Document:
         start, stop = self._spans[index]
         with open(self._files[index], "rb") as file:
-            if start == 0 and stop >= _MAPPED_BYTES:
-                return Document(mmap.mmap(file.fileno(), stop, access=mmap.ACCESS_READ))
+            if stop - start >= _MAPPED_BYTES:
+                # A map can only begin at such a multiple.
+                before = start % mmap.ALLOCATIONGRANULARITY
+                mapped = mmap.mmap(
+                    file.fileno(),
+                    stop - start + before,
+                    access=mmap.ACCESS_READ,
+                    offset=start - before,
+                )
+                return Document(memoryview(mapped)[before:] if before else mapped)
             file.seek(start)
             return Document(file.read(stop - start))
 

@@ -1,6 +1,8 @@
 """Document sources: what is read, what is held out, what is refused, in every format."""
 
+import gc
 import json
+import mmap
 import os
 import pickle
 import sysconfig
@@ -143,12 +145,47 @@ def test_large_files_are_mapped(tmp_path, monkeypatch):
     assert sorted(texts(source)) == [b"x" * 5000, b"y" * 500]
 
 
+@pytest.mark.parametrize("share", [0.3, 0.5])
+def test_a_large_held_out_end_is_mapped(tmp_path, monkeypatch, share):
+    """From wherever it starts, and only where it is large itself."""
+    monkeypatch.setattr(readers, "_MAPPED_BYTES", 2 * mmap.ALLOCATIONGRANULARITY)
+    file = tmp_path / "book.txt"
+    text = b"".join(f"line {i}\n".encode() for i in range(mmap.ALLOCATIONGRANULARITY // 2))
+    file.write_bytes(text)
+    config = DataConfig(source="text", path=str(file), eval_fraction=share)
+    train, held_out = (open_source(config, split) for split in ("train", "eval"))
+    assert type(train[0].text) is mmap.mmap
+    end = held_out[0].text
+    start = len(text) - len(end)
+    assert start % mmap.ALLOCATIONGRANULARITY  # else nothing is shown of what stands before it
+    if share == 0.3:
+        assert len(end) < 2 * mmap.ALLOCATIONGRANULARITY and type(end) is bytes
+    else:
+        assert type(end) is memoryview and type(end.obj) is mmap.mmap
+        assert end.obj.size() == len(text) > len(end.obj)
+    assert texts(train) + texts(held_out) == [text[:start], text[start:]]
+    assert held_out.sizes.tolist() == [len(end)]
+    assert (bytes(end[7:99]), end[-1]) == (text[start + 7 : start + 99], ord("\n"))
+
+
 def test_hidden_files_are_left_alone(tmp_path):
     write("text", tmp_path, TEXTS[:5])
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
     (tmp_path / ".DS_Store").write_text("hidden")
     assert sorted(both(DataConfig(source="text", path=str(tmp_path)))) == sorted(TEXTS[:5])
+
+
+@pytest.mark.parametrize("relative", ["corpus", "./corpus", ".//corpus/", "corpus/.", "."])
+def test_a_circle_is_found_in_its_first_round(tmp_path, monkeypatch, relative):
+    """However the path is written."""
+    corpus = tmp_path / "corpus"
+    (corpus / "folder").mkdir(parents=True)
+    (corpus / "folder" / "circle").symlink_to(corpus)
+    monkeypatch.chdir(corpus if relative == "." else tmp_path)
+    with pytest.raises(ValueError, match=r"/folder/circle cannot be read \(a link to") as caught:
+        open_source(DataConfig(source="text", path=relative), "train")
+    assert str(caught.value).count("circle") == 1
 
 
 def test_links_to_folders_are_followed_and_circles_refused(tmp_path):
@@ -304,6 +341,24 @@ def test_nothing_to_read(kind, tmp_path):
     config = DataConfig(source=kind, path=".", eval_path=str(tmp_path / "none"))
     with pytest.raises(ValueError, match=r"config\.data\.eval_path=.*no such file"):
         open_source(config, "eval")
+
+
+def test_lines_are_found_once_for_both_splits(tmp_path, monkeypatch):
+    """And again once the files have changed, or nothing that was found is in use."""
+    find, found = readers._lines, []
+    monkeypatch.setattr(readers, "_lines", lambda file: found.append(file) or find(file))
+    config = DataConfig(source="jsonl", path=write("jsonl", tmp_path, TEXTS))
+    train, held_out = open_source(config, "train"), open_source(config, "eval")
+    assert len(found) == 2  # files
+    assert sorted(texts(train) + texts(held_out)) == sorted(TEXTS)
+    changed = tmp_path / "b.jsonl"
+    changed.write_bytes(changed.read_bytes().replace(b"document 199\\n", b"changed\\n"))
+    assert [t for t in both(config) if t.startswith(b"changed")]
+    assert len(found) == 6  # training's and evaluation's were not open together
+    del train, held_out
+    gc.collect()
+    open_source(config, "eval")
+    assert len(found) == 8
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

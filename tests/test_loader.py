@@ -1,18 +1,23 @@
 """The loader: placed on the mesh, ended, saved, resumed, shared out among processes."""
 
+import contextlib
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
+import psutil
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from data import readers, stream
 from data.batch import Batch
 from data.documents import DocumentSource
 from data.loader import Loader, make_loader
@@ -300,6 +305,23 @@ def test_looking_ahead_moves_nothing(config):
     assert asked.state() == other.state()
 
 
+def test_evaluation_of_a_mapped_end_is_that_of_one_read(tmp_path, monkeypatch):
+    """Batch by batch, restored as well, over cuts at lines and inside of them."""
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 100)
+    text = "".join("漢字 " * (i % 60) + "\n" for i in range(200)).encode()
+    (tmp_path / "book.txt").write_bytes(text)
+    config = DataConfig(source="text", path=str(tmp_path), eval_fraction=0.5, sequence_length=64)
+    made = []
+    for mapped in (len(text), 1000):
+        monkeypatch.setattr(readers, "_MAPPED_BYTES", mapped)
+        with loader(config, "eval") as source:
+            assert isinstance(source.source[0].text, bytes if mapped == len(text) else memoryview)
+            made.append([[plain(batch), source.state()] for batch in source])
+            source.restore(made[0][20][1])
+            assert take(source, 3) == [batch for batch, _ in made[0][21:24]]
+    assert made[0] == made[1]
+
+
 def test_training_ends_with_its_epochs(config):
     """All tokens of two epochs, then the end, again and again; without epochs no end."""
     source = loader(change(config, epochs=2))
@@ -384,6 +406,61 @@ def test_an_error_of_reading_reaches_the_caller(config, workers):
         whole.restore(state)
         assert take(whole, 30) == after
         assert before[0] not in after
+
+
+GROUP = """
+import sys
+sys.path.insert(0, {root!r})
+if __name__ == "__main__":
+    import json, signal
+    from tests.test_loader import DataConfig, make_loader, make_mesh
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: None)
+    options = DataConfig(**json.loads(sys.argv[1]))
+    loader = make_loader(options, split="train", mesh=make_mesh(), seed=7)
+    loader.start()
+    while True:
+        print("on", flush=True)
+        sys.stdin.readline()
+        for _ in range(50):
+            next(loader)
+"""
+
+
+def test_signals_to_the_group_are_the_parents_and_workers_end_with_it(config):
+    """From Slurm, systemd or a terminal, as workers start and later. Killed, it leaves none."""
+    options = json.dumps(change(config, workers=2).__dict__)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", GROUP.format(root=str(ROOT)), options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert parent.stdin and parent.stdout
+    # Workers that die while they start are waited for without end.
+    watchdog = threading.Timer(300, parent.kill)
+    watchdog.start()
+    try:
+        for wait in (0.3, 0, 0):
+            assert parent.stdout.readline() == "on\n"
+            time.sleep(wait)
+            helpers = psutil.Process(parent.pid).children()
+            for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+                os.killpg(parent.pid, number)
+            parent.stdin.write("go on\n")
+            parent.stdin.flush()
+        assert parent.stdout.readline() == "on\n"
+        assert len(helpers) == 3  # with multiprocessing's, which clears up
+        assert [helper.is_running() for helper in helpers] == [True] * 3
+        parent.kill()
+        assert not psutil.wait_procs(helpers, timeout=20)[1]
+    finally:
+        watchdog.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.communicate()
 
 
 def test_a_loader_can_start_ahead(config, monkeypatch):
