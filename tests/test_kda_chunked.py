@@ -34,8 +34,8 @@ STATES = {"slots": 2, "start": True, "final": "all", "max_segments": 9}
         ("given", "float32", "remat"),
         ("softplus", "float32", "remat"),
         ("bounded", "float32", "save"),
-        ("bounded", "bfloat16", "remat"),
-        ("softplus", "bfloat16", "save"),
+        pytest.param("bounded", "bfloat16", "remat", marks=pytest.mark.slow),
+        pytest.param("softplus", "bfloat16", "save", marks=pytest.mark.slow),
     ],
 )
 def test_packed_documents_with_states(gate, dtype, policy):
@@ -76,6 +76,7 @@ def test_strong_decay_in_bfloat16(profile):
     check(run(case), oracle(case), KDA_BOUNDS_ROUNDED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [{"decay": "slow", "beta": 1.0}, {"positive": True}], ids=str)
 def test_roundings_that_add_up_in_bfloat16(profile):
     """See test_kda_mosaic_forward.py."""

@@ -53,7 +53,7 @@ def lines():
     return []
 
 
-@pytest.fixture(params=["local", "bucket"])
+@pytest.fixture(params=["local", pytest.param("bucket", marks=pytest.mark.slow)])
 def folder(request, tmp_path):
     """Where a test's checkpoints lie."""
     if request.param == "local":
@@ -156,7 +156,10 @@ def truncate(path: epath.Path, place: float) -> None:
 
 
 HARM = [("local", harm, place) for harm in (flip, truncate) for place in (0.3, 0.5, 0.8)]
-HARM += [("bucket", flip, 0.5), ("bucket", truncate, 0.8)]
+HARM += [
+    pytest.param("bucket", harm, place, marks=pytest.mark.slow)
+    for harm, place in ((flip, 0.5), (truncate, 0.8))
+]
 
 
 @pytest.mark.parametrize(("folder", "harm", "place"), HARM, indirect=["folder"])

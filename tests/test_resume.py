@@ -101,7 +101,6 @@ def test_other_rows_are_refused_or_dealt_anew(half):
         ("--config.model.width=96", "config.model.width is 64 there and 96 here"),
         ("--config.model.gate=bounded", "config.model.gate is 'softplus' there and 'bounded' here"),
         ("--config.optimizer.name=muon", "config.optimizer.name is 'adamw' there and 'muon' here"),
-        ("--config.train.spike_window=32", "config.train.spike_window is 64 there and 32 here"),
         (
             "--config.model.compute_dtype=bfloat16",
             "config.model.compute_dtype is 'float32' there and 'bfloat16' here",
@@ -193,11 +192,16 @@ def test_told_to_stop_at_any_moment(tmp_path, number):
 def test_differences_tell_another_model_from_other_options():
     saved = {"model": {"width": 64, "remat": "full"}, "train": {"steps": 10}}
     saved["optimizer"] = {"name": "adamw", "b1": 0.9}
+    saved["train"]["spike_window"] = 64
     now = {"model": {"width": 32, "remat": "none"}, "train": {"steps": 10, "new": 1}}
     now["optimizer"] = {"name": "muon", "b1": 0.8}
+    now["train"]["spike_window"] = 32
     found = differences(saved, now)
     assert found.model == ["config.model.width is 64 there and 32 here"]
-    assert found.state == ["config.optimizer.name is 'adamw' there and 'muon' here"]
+    assert found.state == [
+        "config.optimizer.name is 'adamw' there and 'muon' here",
+        "config.train.spike_window is 64 there and 32 here",
+    ]
     assert found.other == [
         "config.model.remat is 'full' there and 'none' here",
         "config.optimizer.b1 is 0.9 there and 0.8 here",

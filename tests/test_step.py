@@ -93,7 +93,7 @@ UNEVEN = np.stack([row((1, 64)), row((1, 9), (0, 55)), row((1, 20), (2, 44)), ro
     ("accumulation", "mesh_sizes"),
     [
         (4, {}),
-        (2, {"data": 2, "context": 2}),
+        pytest.param(2, {"data": 2, "context": 2}, marks=pytest.mark.slow),
         pytest.param(2, {}, marks=pytest.mark.slow),
         pytest.param(1, {"data": 2, "fsdp": 2}, marks=pytest.mark.slow),
         (1, {"context": 4, "tensor": 2}),
@@ -142,7 +142,7 @@ def long_and_windows(windows: int, length: int) -> tuple[Batch, Batch]:
     return long, Batch(**fields, continues=continues)
 
 
-@pytest.mark.parametrize("context", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("context", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 4])
 def test_windows_of_a_step_are_one_long_row(context):
     """Loss and gradient, through the trainer's own step: state, convolution tail and remat."""
     long, windows = long_and_windows(6, 32)
