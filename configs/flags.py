@@ -25,8 +25,8 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "init_from",
     "",
-    "Workdir of another run, or gs://bucket/path of its checkpoints: start a new training from its "
-    "newest parameters.",
+    "Workdir of another run, or the folder of its checkpoints, local or gs://bucket/path: start a "
+    "new training from its newest parameters.",
     flag_values=_FLAGS,
 )
 flags.DEFINE_string(

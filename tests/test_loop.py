@@ -79,6 +79,12 @@ def test_processes_stop_at_one_step_whatever_one_of_them_traces(monkeypatch, sav
     assert loop.run(stub.job) == (7 if saves else 8, "signal")
 
 
+def test_a_vote_to_stop_just_before_the_end_leaves_the_last_evaluation_in_place():
+    stub = Stub(steps=9, evals=50, vote=8)
+    assert loop.run(stub.job)[0] == 9
+    assert stub.of("report")[-1] == ("report", 9, True) and stub.of("save")[0] == ("save", 9, 0.5)
+
+
 def test_the_time_of_ending_a_trace_is_no_steps():
     stub = Stub(steps=9, trace_ends=5)
     loop.run(stub.job)

@@ -68,6 +68,7 @@ class Running:
         )
         self.lines: list[str] = []
         self._watchdog = threading.Timer(LIMIT, self.process.kill)
+        self._watchdog.daemon = True  # pytest's end does not wait for it
         self._watchdog.start()
 
     def _read(self) -> Iterator[str]:

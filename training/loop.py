@@ -93,7 +93,8 @@ def run(job: Job) -> tuple[int, str]:
         # All processes stop at one step: this vote is read in all at once, here or behind the next
         # dispatch, whatever a process does for itself, such as a trace.
         if told or _due(job.plan, step):
-            told = _finish(job, flying, last=not told and _ends_with(job, step)) or told
+            last = step >= job.plan.steps or (not told and _data_ends(job))
+            told = _finish(job, flying, last=last) or told
             flying = None
             why = "signal" if told else ""
         job.saver.check()
@@ -125,10 +126,10 @@ def _due(plan: Plan, step: int) -> bool:
     return step >= plan.steps or _every(step, plan.eval_every) or _every(step, plan.save_every)
 
 
-def _ends_with(job: Job, step: int) -> bool:
-    """Whether no step follows this one, the newest."""
+def _data_ends(job: Job) -> bool:
+    """Whether no batch follows the newest step's."""
     with job.goodput.during("data"):
-        return step >= job.plan.steps or not job.more()
+        return not job.more()
 
 
 def _wait(job: Job, flying: _Flying) -> dict[str, Any]:
