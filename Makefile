@@ -27,8 +27,8 @@ test: setup-dev  ## the default tests, under 15 minutes on two cores
 test-slow: setup-dev
 	$(TEST) -m slow $(ARGS)
 
-test-long: setup-dev  ## of those the ones without faults at random moments, twenty minutes
-	$(TEST) -m slow --ignore tests/test_resume.py --ignore tests/test_processes.py $(ARGS)
+test-long: setup-dev  ## of those the ones without faults at random moments, half an hour
+	$(TEST) -m "slow and not faults" $(ARGS)
 
 test-all: setup-dev
 	$(TEST) $(ARGS)

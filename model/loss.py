@@ -23,12 +23,11 @@ _MASKED = -1e30  # a padded vocabulary entry's logit; finite, so that its gradie
 class LossSums(NamedTuple):
     """Float32 scalars, summed over the whole batch.
 
-    nll: weight * -log p(target), nats. z: weight * logsumexp(logits)^2. weight: of all tokens.
+    nll: weight * -log p(target), nats. z: weight * logsumexp(logits)^2.
     """
 
     nll: jax.Array
     z: jax.Array
-    weight: jax.Array
 
 
 def loss_sums(
@@ -86,11 +85,11 @@ def _local_sums(cfg: ModelConfig, head, hidden, targets, loss_weights) -> LossSu
         scores = jnp.where(column < cfg.vocab_size, scores, _MASKED)
         lse, hit = _log_sum_and_target(scores, column == target[:, None])
         nll = jnp.sum(weight * (lse - hit))
-        return LossSums(sums.nll + nll, sums.z + jnp.sum(weight * lse**2), sums.weight), ()
+        return LossSums(sums.nll + nll, sums.z + jnp.sum(weight * lse**2)), ()
 
     chunks = tuple(_chunks(x, cfg.loss_chunk) for x in (hidden, targets, loss_weights))
     zero = vary(jnp.float32(0), _TOKEN_AXES)
-    sums, _ = jax.lax.scan(add, LossSums(zero, zero, jnp.sum(loss_weights)), chunks)
+    sums, _ = jax.lax.scan(add, LossSums(zero, zero), chunks)
     return jax.tree.map(lambda x: jax.lax.psum(x, _TOKEN_AXES), sums)
 
 

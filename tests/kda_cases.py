@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from kernels.kda import kda
 from kernels.kda.reference import recurrence
 from kernels.segments import plan_segments
+from tests.compiling import fast_jit
 
 TOKENS = ("q", "k", "v", "decay", "beta")
 
@@ -179,10 +180,8 @@ def compiled(options, names, ranks, check_vma, implementation, max_segments):
     def function(arrays, ids, cotangents):
         return _value_and_pull(lambda arrays: call(arrays, ids), arrays, cotangents)
 
-    # Optimising machine code takes a third of the time and gains nothing at these sizes. Programs
-    # of interpreted kernels are larger, and without it they overflow the compiler's stack.
-    level = None if implementation == "mosaic_tpu" else {"xla_backend_optimization_level": 0}
-    return jax.jit(function, compiler_options=level)
+    # Programs of interpreted kernels are larger, and overflow the compiler's stack like this.
+    return (jax.jit if implementation == "mosaic_tpu" else fast_jit)(function)
 
 
 def _value_and_pull(call, arrays, cotangents):

@@ -12,6 +12,7 @@ from model.config import ModelConfig
 from model.decoder import carry_shardings, forward, init_carry
 from model.loss import logits, loss_sums
 from model.sharding import MESH_AXES, param_shardings, param_specs
+from tests.compiling import fast_jit
 
 VOCABULARY = 61
 
@@ -34,10 +35,6 @@ KDA = ModelConfig(
     loss_chunk=24,
 )
 MIXED = dataclasses.replace(KDA, pattern=("kda", "attention"), learned_start_state=True)
-
-
-# Machine code as it comes: optimising it takes most of a compilation and gains nothing this small.
-fast_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
@@ -112,7 +109,7 @@ def compiled(cfg: ModelConfig, **mesh_sizes: int):
             params, cfg, batch["tokens"], batch["segment_ids"], batch["continues"], carry, mesh
         )
         sums = loss_sums(params, cfg, hidden, batch["targets"], batch["loss_weights"], mesh)
-        value = (sums.nll + z_weight * sums.z) / jnp.maximum(sums.weight, 1.0)
+        value = (sums.nll + z_weight * sums.z) / jnp.maximum(jnp.sum(batch["loss_weights"]), 1.0)
         value += carry_weight * sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(end))
         aux = {"hidden": hidden, "sums": sums, "carry": end}
         return value, aux | {"logits": logits(params, cfg, hidden, mesh)}

@@ -11,10 +11,10 @@ import pytest
 from model.decoder import carry_shardings, forward, init_carry
 from model.loss import logits, loss_sums
 from model.sharding import param_shardings
+from tests.compiling import fast_jit
 from tests.model_cases import (
     KDA,
     compiled,
-    fast_jit,
     make_batch,
     make_mesh,
     make_params,
@@ -27,6 +27,7 @@ from tests.tolerances import FINITE_DIFFERENCE, MODEL_FLOAT32, MODEL_FLOAT32_GRA
 CFG = dataclasses.replace(KDA, learned_start_state=True)
 OFF = dataclasses.replace(CFG, carry=False)
 WINDOW, WINDOWS = 32, 6
+CONTEXTS = [pytest.param(1, marks=pytest.mark.slow), 4]
 # A document of five windows and a bit, after and before others; and a document that is cut by a
 # window of padding and has two tokens (fewer than the convolution's taps) before the first edge.
 LONG = np.stack(
@@ -96,7 +97,7 @@ def whole_rows():
     return batch, result
 
 
-@pytest.mark.parametrize("context", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("context", [*CONTEXTS, pytest.param(2, marks=pytest.mark.slow)])
 def test_windows_with_carry_are_one_long_row(whole_rows, context):
     batch, expected = whole_rows
     carry = init_carry(CFG, 2)
@@ -113,6 +114,7 @@ def test_windows_with_carry_are_one_long_row(whole_rows, context):
     assert error < MODEL_FLOAT32, where
 
 
+@pytest.mark.slow
 def test_without_flags_or_without_carry_the_windows_differ(whole_rows):
     """Both the carry and its flags matter: else the test above proves nothing."""
     batch, expected = whole_rows
@@ -173,6 +175,7 @@ def test_gradient_flows_through_the_carry_to_the_row_before():
     assert gradient(OFF, True) == 0
 
 
+@pytest.mark.slow
 def test_carry_off_neither_reads_nor_changes_what_it_is_given():
     batch = make_batch(np.ones((2, WINDOW), int)) | {"continues": jnp.asarray([True, True])}
     params = make_params(CFG, slow=True)
@@ -184,7 +187,7 @@ def test_carry_off_neither_reads_nor_changes_what_it_is_given():
     assert not any(g.any() for g in jax.tree.leaves(expected["d_carry"]))
 
 
-@pytest.mark.parametrize("context", [1, 4])
+@pytest.mark.parametrize("context", CONTEXTS)
 def test_a_fresh_document_does_not_see_what_the_stream_held(context):
     """The first document may go on; those after it, and a row that does not go on, start anew."""
     segment_ids = np.stack([row((1, 9), (2, 23)), row((3, 32))])
@@ -199,7 +202,7 @@ def test_a_fresh_document_does_not_see_what_the_stream_held(context):
         assert x[:, 0].any() and not x[:, 1].any()
 
 
-@pytest.mark.parametrize("context", [1, 4])
+@pytest.mark.parametrize("context", CONTEXTS)
 def test_a_row_of_padding_hands_the_carry_on_bit_for_bit(context):
     segment_ids = np.stack([np.zeros(32, int), row((1, 32))])
     batch = make_batch(segment_ids) | {"continues": jnp.asarray([False, True])}

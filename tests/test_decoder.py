@@ -9,11 +9,11 @@ import pytest
 
 from model.decoder import carry_shardings, forward, init_carry
 from model.sharding import param_shardings
+from tests.compiling import fast_jit
 from tests.model_cases import (
     KDA,
     MIXED,
     compiled,
-    fast_jit,
     make_batch,
     make_mesh,
     make_params,
@@ -79,8 +79,13 @@ def test_every_mesh_has_the_loss_and_gradients_of_one_device(case, one_device, m
     "changes",
     [
         {"scan_layers": False, "remat": "dots"},
-        {"remat": "none", "attention_block": 64, "kda_state_policy": "save"},
-        {"kda_implementation": "recurrent", "loss_chunk": 500},
+        pytest.param(
+            {"remat": "none", "attention_block": 64, "kda_state_policy": "save"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"kda_implementation": "recurrent", "loss_chunk": 500}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

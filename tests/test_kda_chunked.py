@@ -10,6 +10,7 @@ import pytest
 
 from kernels.kda import chunk_math, kda, layout
 from kernels.segments import plan_segments
+from tests.compiling import fast_jit
 from tests.kda_cases import TOKENS, Case, check, error, ids_of, make_case, oracle, run
 from tests.tolerances import (
     KDA_BOUNDS_FLOAT32,
@@ -131,7 +132,7 @@ def _values():
         (out, last), pull = jax.vjp(call, arrays)
         return out, last, pull((d_out, jnp.zeros_like(last)))[0]
 
-    return jax.jit(function)
+    return fast_jit(function)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -254,7 +255,7 @@ def test_cutting_anywhere_and_carrying_the_state_equals_not_cutting(cut):
     case = make_case(ONE, slots=1, final="last")
     whole = run(case)
 
-    @jax.jit
+    @fast_jit
     def attend(arrays, state):
         return kda(
             *arrays, initial_state=state, final_state="last", qk_l2norm=True,

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels.kda import kda, layout
 from kernels.segments import plan_segments
+from tests.compiling import fast_jit
 from tests.kda_cases import TOKENS, check, error, ids_of, make_case, oracle, run
 from tests.tolerances import KDA_BOUNDS_FLOAT32, KDA_BOUNDS_ROUNDED, KDA_SAME_ORDER
 
@@ -99,7 +100,7 @@ def test_rows_heads_and_context_on_one_mesh():
         out_specs=(token, P("data", "tensor")),
     )  # fmt: skip
 
-    @jax.jit
+    @fast_jit
     def function(arrays):
         (out, final), pull = jax.vjp(lambda arrays: mapped(arrays, case.ids), arrays)
         return out, final, pull((jnp.asarray(case.d_out), jnp.asarray(case.d_final)))[0]

@@ -105,6 +105,7 @@ def test_packed_bounded_with_all_states(dtype):
     zero_at_padding(case, result)
 
 
+@pytest.mark.slow
 def test_ranks_agree_bit_for_bit():
     """Four ranks, two groups of heads in the relay: the one-device gradients, bit for bit."""
     ids = ids_of([(100, 1), (28, 2), (65, 3), (63, 0)])
@@ -168,9 +169,14 @@ def test_shapes(rows, heads, length, keys, values, dtype):
     check(run(case), oracle(case), BOUNDS[dtype])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("gate", ["given", "softplus"])
+@pytest.mark.parametrize(
+    ("ranks", "gate"),
+    [
+        (2, "given"),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in [(2, "softplus"), (8, "given")]),
+        pytest.param(8, "softplus", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks(ranks, gate):
     ids = ids_of([(5, 0), (200, 7), (150, 3), (100, 7), (57, 0)])
     case = case_of(ids, gate=gate, dtype="bfloat16", slots=1, final="last")

@@ -11,7 +11,8 @@ import pytest
 from model.config import ModelConfig
 from model.decoder import init_carry, plan_rows
 from model.kda_layer import kda_mixer
-from tests.model_cases import compiled, fast_jit, make_mesh, worst_error
+from tests.compiling import fast_jit
+from tests.model_cases import compiled, make_mesh, worst_error
 from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
 
 CONFIG = ModelConfig(

@@ -28,6 +28,7 @@ def start(workdir, *arguments: str) -> list[Running]:
     ]
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_run(tmp_path):
     """Losses, validation, one set of reports and one checkpoint, which one process goes on from."""
     both = start(tmp_path / "two", "--config.train.steps=12")
@@ -75,6 +76,7 @@ def test_a_process_that_dies_makes_the_other_stop(tmp_path, victim):
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(3600)
 def test_one_of_two_killed_while_they_save_nothing_is_lost(tmp_path):
     """Ten kills of one process or the other, nearly always in a save, since each step is saved."""

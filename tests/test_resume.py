@@ -34,6 +34,7 @@ def half(whole, tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_steps_in_two_processes_are_the_steps_of_one(whole, tmp_path):
     """7 + 13 steps: the break is inside a document, between evaluations and saves."""
     train(tmp_path, MESH, "--config.train.steps=7")
@@ -76,7 +77,13 @@ def test_goodput_goes_on(half):
     assert 0 < after["goodput/productive_share"] < before["goodput/productive_share"]
 
 
-@pytest.mark.parametrize("mesh", [{"context": 1}, {"context": 2}, {"data": 2, "context": 2}])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        *(pytest.param({"context": n}, marks=pytest.mark.slow) for n in (1, 2)),
+        {"data": 2, "context": 2},
+    ],
+)
 def test_goes_on_on_another_mesh(whole, half, mesh):
     train(half, *(f"--config.mesh.{axis}={ranks}" for axis, ranks in mesh.items()))
     for step, values in learning(whole).items():
@@ -85,6 +92,7 @@ def test_goes_on_on_another_mesh(whole, half, mesh):
         assert found == pytest.approx(values["learning/loss"], rel=tolerance), step
 
 
+@pytest.mark.slow
 def test_other_rows_are_refused_or_dealt_anew(half):
     before = learning(half)
     done = train(half, MESH, "--config.data.rows=4", code=1)
@@ -145,6 +153,7 @@ def test_another_runs_parameters_start_a_new_training(whole, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(5400)
 def test_killed_fifty_times_at_any_moment(tmp_path):
     """Faults injected: 50. Survived: 50. The parameters at the end are those of a whole run."""
@@ -167,6 +176,7 @@ def test_killed_fifty_times_at_any_moment(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_at_any_moment(tmp_path, number):
     """Twenty times, mostly in evaluations and saves, which come with every step here; also while

@@ -18,6 +18,7 @@ from model.sharding import (
     param_specs,
     use_params,
 )
+from tests.compiling import fast_jit
 from tests.model_cases import KDA, MIXED, make_mesh
 from tests.tolerances import INITIAL_VALUES
 
@@ -36,7 +37,7 @@ def last_key(path: str) -> str:
 
 @pytest.fixture(scope="module")
 def wide_params():
-    return jax.jit(init_params, static_argnums=0)(WIDE, jax.random.key(0))
+    return fast_jit(init_params, static_argnums=0)(WIDE, jax.random.key(0))
 
 
 def test_every_tree_has_every_parameter(wide_params):
@@ -102,12 +103,12 @@ def test_no_two_parameters_start_alike(wide_params):
 def test_initial_values_do_not_depend_on_mesh_or_on_other_parameters(wide_params):
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     shardings = param_shardings(WIDE, mesh)
-    cut = jax.jit(init_params, static_argnums=0, out_shardings=shardings)(WIDE, jax.random.key(0))
+    cut = fast_jit(init_params, static_argnums=0, out_shardings=shardings)(WIDE, jax.random.key(0))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, INITIAL_VALUES), cut, wide_params)
     assert cut["blocks"][0]["ffn"]["up"].addressable_shards[0].data.shape == (2, 128, 24)
 
     fewer = dataclasses.replace(WIDE, learned_start_state=False, tie_embeddings=True)
-    rest = named(jax.jit(init_params, static_argnums=0)(fewer, jax.random.key(0)))
+    rest = named(fast_jit(init_params, static_argnums=0)(fewer, jax.random.key(0)))
     assert set(named(wide_params)) - set(rest) == {
         "['blocks'][0]['mixer']['start_state']",
         "['head']",

@@ -18,6 +18,8 @@ from training.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from training.state import state_shapes
 from training.step import StepConfig, batch_shapes, make_train_step
 
+pytestmark = pytest.mark.slow
+
 
 def compiled_step(topology: str, **model) -> str:
     """HLO text of the main config's training step on four devices of a topology."""
@@ -41,11 +43,7 @@ def compiled_step(topology: str, **model) -> str:
 
 @pytest.mark.parametrize(
     ("topology", "model"),
-    [
-        ("tpu7x:2x2x1", {}),
-        pytest.param("tpu7x:2x2x1", {"compute_dtype": "float32"}, marks=pytest.mark.slow),
-        pytest.param("v6e:2x2", {}, marks=pytest.mark.slow),
-    ],
+    [("tpu7x:2x2x1", {}), ("tpu7x:2x2x1", {"compute_dtype": "float32"}), ("v6e:2x2", {})],
 )
 def test_every_kda_layer_of_the_main_config_runs_both_kernels(topology, model):
     # A layer's kernels once for each layer.
@@ -57,7 +55,6 @@ def test_every_kda_layer_of_the_main_config_runs_both_kernels(topology, model):
         assert count == layers, f"{count} calls of {name} in {layers} layers: {kernels}"
 
 
-@pytest.mark.slow
 def test_the_main_config_compiles_as_it_stands():
     """Layers scanned, and rematerialised: the forward runs twice."""
     text = compiled_step("tpu7x:2x2x1")

@@ -26,7 +26,11 @@ class Profiler:
         """Called before a step is dispatched. asked: a trace is wanted from this step on."""
         if self._last is None and (asked or step == self._start):
             self._last = step + self._steps - 1
-            jax.profiler.start_trace(self._folder)
+            options = jax.profiler.ProfileOptions()
+            # JAX's own name is the second: two traces of one second would be one folder, and those
+            # of several processes, which belong together, would not.
+            options.session_id = f"step_{step:08d}"
+            jax.profiler.start_trace(self._folder, profiler_options=options)
 
     def named(self, step: int) -> contextlib.AbstractContextManager:
         """What is dispatched inside stands in a trace as this step, for the page's step times."""

@@ -20,7 +20,6 @@ class TrainState(NamedTuple):
     params: Any
     opt_state: Any
     carry: Any  # recurrent state that the next rows of the streams start from
-    rng: jax.Array  # uint32 [2], key data; what a step draws must be folded from it and `step`
     skipped: jax.Array  # int32 [], steps whose update was left out
     recent: jax.Array  # float32 [spike_window], losses of the last steps, a ring
     seen: jax.Array  # int32 [], losses ever written to `recent`
@@ -70,14 +69,12 @@ def unflatten(like: Any, arrays: dict[str, Any]) -> Any:
 
 def _maker(cfg, optimizer, rows: int, window: int) -> Callable[[Any], TrainState]:
     def make(seed) -> TrainState:
-        rng, key = jax.random.split(jax.random.key(seed))
-        params = init_params(cfg, key)
+        params = init_params(cfg, jax.random.key(seed))
         return TrainState(
             step=jnp.int32(0),
             params=params,
             opt_state=optimizer.init(params),
             carry=init_carry(cfg, rows),
-            rng=jax.random.key_data(rng),
             skipped=jnp.int32(0),
             recent=jnp.zeros(window, jnp.float32),
             seen=jnp.int32(0),

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from data.batch import Batch
 from model.config import ModelConfig
 from model.decoder import carry_shardings, forward
-from model.loss import loss_sums
+from model.loss import LossSums, loss_sums
 from model.sharding import CONTEXT, MESH_AXES, ROWS
 from training.state import TrainState
 
@@ -145,15 +145,15 @@ def batch_shapes(mesh: Mesh, windows: int, rows: int, length: int) -> Batch:
 
 
 def _gradients(options: StepConfig, cfg, mesh: Mesh, state: TrainState, batch: Batch, total):
-    """(gradient of the summed loss over `total`, (nll, z) sums, new carry), over all rows.
+    """(gradient of the summed loss over `total`, LossSums, new carry), over all rows.
 
     Rows are cut into `accumulation` parts, each taking some rows of every rank. The parts' losses
     are divided by the whole step's weight, so their gradients add up to that of all rows at once.
     """
 
     def loss(params, carry, batch):
-        carry, (nll, z) = _windows(cfg, mesh, params, batch, carry)
-        return (nll + options.z_loss * z) / total, ((nll, z), carry)
+        carry, sums = _windows(cfg, mesh, params, batch, carry)
+        return (sums.nll + options.z_loss * sums.z) / total, (sums, carry)
 
     gradient = jax.grad(loss, has_aux=True)
     if options.accumulation == 1:
@@ -164,7 +164,7 @@ def _gradients(options: StepConfig, cfg, mesh: Mesh, state: TrainState, batch: B
         grads, (sums, carry) = gradient(state.params, *part)
         return jax.tree.map(jnp.add, so_far, (grads, sums)), carry
 
-    zeros = (jax.tree.map(jnp.zeros_like, state.params), (jnp.float32(0), jnp.float32(0)))
+    zeros = jax.tree.map(jnp.zeros_like, (state.params, LossSums(jnp.float32(0), jnp.float32(0))))
     parts = jax.tree.map(lambda x: _split_rows(x, options.accumulation), (state.carry, batch))
     (grads, sums), carry = jax.lax.scan(add, zeros, parts)
     return grads, sums, jax.tree.map(_join_rows, carry)
@@ -183,7 +183,7 @@ def _join_rows(x: jax.Array) -> jax.Array:
 
 
 def _windows(cfg: ModelConfig, mesh: Mesh, params, batch: Batch, carry):
-    """(new carry, (nll, z) sums) over the windows of a batch, one after another.
+    """(new carry, LossSums) over the windows of a batch, one after another.
 
     Each window is rematerialised: between windows only the carry is kept for the gradient.
     """
@@ -193,7 +193,7 @@ def _windows(cfg: ModelConfig, mesh: Mesh, params, batch: Batch, carry):
             params, cfg, batch.tokens, batch.segment_ids, batch.continues, carry, mesh
         )
         sums = loss_sums(params, cfg, hidden, batch.targets, batch.loss_weights, mesh)
-        return carry, (sums.nll, sums.z)
+        return carry, sums
 
     if batch.tokens.shape[0] == 1:
         return window(carry, jax.tree.map(lambda x: x[0], batch))
