@@ -153,6 +153,7 @@ def slope_along(f, x, direction, step=0.05) -> float:
     return (8 * (at(step) - at(-step)) - (at(2 * step) - at(-2 * step))) / (12 * step)
 
 
+@pytest.mark.slow
 def test_gradient_flows_through_the_carry_to_the_row_before():
     """Only the second window has a loss: the first window's own tokens get a gradient through the
     carried state alone, and none where the second does not continue or the carry is off."""
@@ -216,6 +217,7 @@ def test_a_row_of_padding_hands_the_carry_on_bit_for_bit(context):
         assert (after[:, 1] != before[:, 1]).any()
 
 
+@pytest.mark.slow
 def test_every_fresh_document_starts_from_the_learned_state():
     """The start state's gradient counts each fresh document and each layer, on every rank."""
     params = make_params(CFG, slow=True)

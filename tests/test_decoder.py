@@ -75,17 +75,13 @@ def test_every_mesh_has_the_loss_and_gradients_of_one_device(case, one_device, m
     check_same(compiled(MIXED, **mesh)(*case, carry_weight=0.1), dict(one_device))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         {"scan_layers": False, "remat": "dots"},
-        pytest.param(
-            {"remat": "none", "attention_block": 64, "kda_state_policy": "save"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"kda_implementation": "recurrent", "loss_chunk": 500}, marks=pytest.mark.slow
-        ),
+        {"remat": "none", "attention_block": 64, "kda_state_policy": "save"},
+        {"kda_implementation": "recurrent", "loss_chunk": 500},
     ],
     ids=str,
 )

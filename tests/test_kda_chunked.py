@@ -32,7 +32,7 @@ STATES = {"slots": 2, "start": True, "final": "all", "max_segments": 9}
 @pytest.mark.parametrize(
     ("gate", "dtype", "policy"),
     [
-        ("given", "float32", "remat"),
+        pytest.param("given", "float32", "remat", marks=pytest.mark.slow),
         ("softplus", "float32", "remat"),
         ("bounded", "float32", "save"),
         pytest.param("bounded", "bfloat16", "remat", marks=pytest.mark.slow),

@@ -33,7 +33,7 @@ STATES = {"slots": 2, "start": True, "max_segments": 5}
 
 
 @pytest.mark.parametrize("ids", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_ranks_agree_with_the_recurrence(ranks, ids):
     """Every gradient, among them those of inputs that ranks share, also through the last states."""
     case = make_case(ids, heads=2, gate="softplus", final="all", **STATES)

@@ -89,7 +89,8 @@ SOME_PACKINGS = [
 ]
 
 
-@pytest.mark.parametrize("name", SOME_PACKINGS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PACKINGS)
 def test_packed_rows_on_ranks(name):
     """192 tokens over 3 ranks: a rank of padding, segments that start, end and go on everywhere."""
     case = random_case(ids=PACKINGS[name], slots=1, dtype=jnp.float32, keys=32, values=32)

@@ -17,8 +17,6 @@ from tests import kda_cases
 from tests.kda_cases import TOKENS, check, ids_of, make_case, oracle
 from tests.tolerances import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32, KDA_BOUNDS_NEAR_KEYS
 
-# One dtype of a case runs by default, the other with the slow tests.
-SLOW_FLOAT32 = pytest.param("float32", marks=pytest.mark.slow)
 SLOW_BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.slow)
 BOUNDS = {"float32": KDA_BOUNDS_FLOAT32, "bfloat16": KDA_BOUNDS_BFLOAT16}
 
@@ -74,7 +72,8 @@ def test_beta_zero_keeps_its_gradient():
     check(run(case), reference, KDA_BOUNDS_BFLOAT16)
 
 
-@pytest.mark.parametrize("dtype", [SLOW_FLOAT32, "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_packed_softplus_with_last_state(dtype):
     """Starts inside, at the beginning of and behind tiles, padding everywhere, two rows that
     differ."""

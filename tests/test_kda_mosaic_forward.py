@@ -165,7 +165,8 @@ def test_profiles(profile, dtype):
         assert error(last, ref_last) < bound
 
 
-@pytest.mark.parametrize(("profile", "length"), [slow("slow decay", 512), ("positive", 192)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("profile", "length"), [("slow decay", 512), ("positive", 192)])
 def test_profiles_in_which_roundings_add_up(profile, length):
     """Slow decay with beta = 1: all roundings of a long state's way stay in it. All q and k
     positive: scores times new values is a small difference of large sums."""

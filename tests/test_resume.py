@@ -137,6 +137,7 @@ def test_a_damaged_checkpoint_stops_the_run_or_is_passed_over(whole, half):
     assert {s: v for s, v in learning(half).items() if s <= 20} == learning(whole)
 
 
+@pytest.mark.slow
 def test_another_runs_parameters_start_a_new_training(whole, tmp_path):
     done = train(tmp_path, MESH, f"--init_from={whole}", "--config.train.steps=3")
     assert "parameters from step 20" in done.stdout

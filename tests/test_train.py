@@ -40,9 +40,9 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run of the smoke config from start to end, on a context axis of two: (folder, output)."""
+    """A run of the smoke config from start to end, on a context axis of four: (folder, output)."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    return folder, train(folder, "--config.mesh.context=2")
+    return folder, train(folder, "--config.mesh.context=4")
 
 
 def test_the_loss_falls_and_validation_stands_beside_gzip(whole):
@@ -90,7 +90,7 @@ def test_checkpoints_are_kept_as_asked(whole):
 
 def test_the_same_command_again_has_nothing_to_do(whole):
     before = learning(whole[0])
-    done = train(whole[0], "--config.mesh.context=2")
+    done = train(whole[0], "--config.mesh.context=4")
     assert "nothing to train" in done.stdout and learning(whole[0]) == before
 
 
@@ -108,6 +108,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     assert steps_on_disk(tmp_path)[-1] == step - 1 and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_skipping_steps_that_are_not_finite_is_an_option(tmp_path):
     arguments = ["--config.optimizer.learning_rate=1e30", "--config.optimizer.warmup_steps=2"]
     train(tmp_path, "--config.train.skip_nonfinite", "--config.eval.every=0", *arguments)
@@ -241,6 +242,7 @@ def test_closed_streams_do_not_matter(tmp_path, closed):
     assert steps_on_disk(tmp_path) == [2] and list(reports(tmp_path)) == [1, 2]
 
 
+@pytest.mark.slow
 def test_arrays_that_are_gone_are_one_line(tmp_path):
     train(tmp_path, "--config.train.steps=2")
     files = (tmp_path / "checkpoints" / "2" / "state").rglob("*")
