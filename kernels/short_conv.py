@@ -5,8 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from kernels import short_conv_tpu
 from kernels.kda.vma import vary, varying_axes
 from kernels.segments import Segments
+from kernels.select import choose
 
 
 def short_conv(
@@ -17,6 +19,7 @@ def short_conv(
     tail: jax.Array | None = None,
     axis_name: str | None = None,
     activation: str | None = "silu",
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """y[t] = activation(sum_j weight[W - 1 - j] x[t - j]) over the taps j < W of t's own segment.
 
@@ -31,6 +34,8 @@ def short_conv(
         tail: [B, W - 1, D], the inputs before the row, zero in rows that do not continue; the same
             on all ranks of axis_name.
         activation: "silu" or None.
+        implementation: "mosaic_tpu", our TPU kernels (W <= 8); "chunked" or "recurrent", jax.numpy;
+            None chooses the first on TPU.
 
     Returns:
         y [B, T, D] in x's dtype, 0 at padding; and the next row's tail [B, W - 1, D], in x's dtype
@@ -41,24 +46,24 @@ def short_conv(
     Raises:
         ValueError: for shapes that do not fit or an unknown activation.
     """
-    _check(x, weight, segments, tail, activation)
+    implementation = choose(implementation, x)
+    _check(x, weight, segments, tail, activation, implementation)
     width = weight.shape[0]
     if tail is None:
         tail = jnp.zeros((x.shape[0], width - 1, x.shape[2]), x.dtype)
-    x = jnp.where(segments.valid[..., None], x, 0)
     # Segment that upstream inputs belong to; the row's first one where nothing has started yet.
     upstream = jnp.maximum(segments.before - 1, 0)
-    halo = _receive_halo(x, tail.astype(x.dtype), segments, upstream, axis_name)
-    whole = jnp.concatenate([halo, x], axis=1)
+    x, halo = _receive_halo(x, tail.astype(x.dtype), segments, upstream, axis_name)
     index = jnp.concatenate(
         [jnp.broadcast_to(upstream, halo.shape[:2]).astype(jnp.int32), segments.index], axis=1
     )
-    arrays = whole, weight, index, segments.valid
-    y = _taps(activation, *vary(arrays, varying_axes(arrays)))
-    return y, _next_tail(whole, index, tail, segments, axis_name)
+    x, next_tail = _next_tail(x, halo, index, tail, segments, axis_name)
+    arrays = x, halo, weight, _reach(index, segments.valid, width)
+    y = _taps((activation, implementation), *vary(arrays, varying_axes(arrays)))
+    return y, next_tail
 
 
-def _check(x, weight, segments, tail, activation) -> None:
+def _check(x, weight, segments, tail, activation, implementation) -> None:
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[1] != x.shape[2] or weight.shape[0] < 1:
         raise ValueError(
             f"short_conv: x must be [B, T, D] and weight [W, D], got {x.shape} and {weight.shape}"
@@ -73,57 +78,92 @@ def _check(x, weight, segments, tail, activation) -> None:
         raise ValueError(f"short_conv: tail must be [B, W - 1, D] = {wanted}, got {tail.shape}")
     if activation not in ("silu", None):
         raise ValueError(f'short_conv: activation must be "silu" or None, got {activation!r}')
+    most = short_conv_tpu.MOST_TAPS
+    if implementation == "mosaic_tpu" and weight.shape[0] > most:
+        raise ValueError(
+            f"short_conv: weight must have at most {most} taps for the TPU kernels, "
+            f'got {weight.shape[0]}; try implementation="chunked"'
+        )
+
+
+def _reach(index, valid, width: int) -> jax.Array:
+    """How many tokens back, up to W - 1, a token's segment goes, [B, T] int32; -1 at padding.
+
+    What lies between is of the segment too, or padding, whose inputs are 0. index [B, W - 1 + T].
+    """
+    here = index[:, width - 1 :]
+    reach = jnp.zeros_like(here)
+    for j in range(1, width):
+        before = jax.lax.slice_in_dim(index, width - 1 - j, index.shape[1] - j, axis=1)
+        reach = jnp.where(before == here, j, reach)
+    return jnp.where(valid, reach, -1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _taps(activation, whole, weight, index, valid):
-    """The sum over taps of `whole` [B, W - 1 + T, D] and its activation, [B, T, D]."""
-    total = _sum_of_taps(whole, weight, index, valid)
-    return (jax.nn.silu(total) if activation == "silu" else total).astype(whole.dtype)
+def _taps(how, x, halo, weight, reach):
+    """The sum over taps of x [B, T, D] behind halo [B, W - 1, D], and its activation, [B, T, D].
+
+    how: (activation, implementation).
+    """
+    activation, implementation = how
+    if implementation == "mosaic_tpu":
+        return short_conv_tpu.forward(activation, x, halo, weight, reach)
+    total = _sum_of_taps(_whole(x, halo, reach), weight, reach)
+    return (jax.nn.silu(total) if activation == "silu" else total).astype(x.dtype)
 
 
-def _sum_of_taps(whole, weight, index, valid):
+def _whole(x, halo, reach):
+    """[B, W - 1 + T, D], 0 at padding."""
+    return jnp.concatenate([halo, jnp.where(reach[..., None] >= 0, x, 0)], axis=1)
+
+
+def _sum_of_taps(whole, weight, reach):
     total = jnp.zeros((), jnp.float32)
-    for tap, factor in enumerate(_factors(weight, index, valid)):
-        shifted = jax.lax.slice_in_dim(whole, tap, tap + valid.shape[1], axis=1)
+    for tap, factor in enumerate(_factors(weight, reach)):
+        shifted = jax.lax.slice_in_dim(whole, tap, tap + reach.shape[1], axis=1)
         total = total + shifted.astype(jnp.float32) * factor
     return total
 
 
-def _factors(weight, index, valid) -> list[jax.Array]:
+def _factors(weight, reach) -> list[jax.Array]:
     """Each tap's weight, 0 where its position is of another segment: W times [B, T, D] when fused.
     weight[tap] meets position t - (W - 1 - tap)."""
-    length, width = valid.shape[1], weight.shape[0]
-    here = index[:, width - 1 :]
-    same = [jax.lax.slice_in_dim(index, tap, tap + length, axis=1) == here for tap in range(width)]
+    width = weight.shape[0]
     return [
-        jnp.where((mask & valid)[..., None], weight[tap].astype(jnp.float32), 0)
-        for tap, mask in enumerate(same)
+        jnp.where((reach >= width - 1 - tap)[..., None], weight[tap].astype(jnp.float32), 0)
+        for tap in range(width)
     ]
 
 
-def _taps_forward(activation, whole, weight, index, valid):
-    return _taps(activation, whole, weight, index, valid), (whole, weight, index, valid)
+def _taps_forward(how, x, halo, weight, reach):
+    return _taps(how, x, halo, weight, reach), (x, halo, weight, reach)
 
 
-def _taps_backward(activation, saved, d_y):
+def _taps_backward(how, saved, d_y):
     """The sum is formed again: W multiply-adds cost less than keeping it in float32."""
-    whole, weight, index, valid = saved
-    length, width = valid.shape[1], weight.shape[0]
+    activation, implementation = how
+    x, halo, weight, reach = saved
+    if implementation == "mosaic_tpu":
+        d_x, d_halo, d_weight = short_conv_tpu.backward(activation, *saved, d_y)
+        return d_x, d_halo, d_weight.astype(weight.dtype), None
+    length, width = reach.shape[1], weight.shape[0]
+    whole = _whole(x, halo, reach)
     d_total = d_y.astype(jnp.float32)
     if activation == "silu":
-        total = _sum_of_taps(whole, weight, index, valid)
+        total = _sum_of_taps(whole, weight, reach)
         gate = jax.nn.sigmoid(total)
         d_total = d_total * gate * (1 + total * (1 - gate))
     # Without the barrier XLA forms the sum once a tap.
     d_total = jax.lax.optimization_barrier(d_total)
     d_whole = jnp.zeros((), jnp.float32)
-    for tap, factor in enumerate(_factors(weight, index, valid)):
+    for tap, factor in enumerate(_factors(weight, reach)):
         around = ((0, 0), (tap, width - 1 - tap), (0, 0))
         d_whole = d_whole + jnp.pad(d_total * factor, around)
-    ones = _factors(jnp.ones_like(weight[:, :1]), index, valid)
+    d_whole = d_whole.astype(x.dtype)
+    ones = _factors(jnp.ones_like(weight[:, :1]), reach)
     d_weight = _weight_gradient(whole, d_total, jnp.concatenate(ones, axis=-1), length)
-    return d_whole.astype(whole.dtype), d_weight.astype(weight.dtype), None, None
+    d_x = jnp.where(reach[..., None] >= 0, d_whole[:, width - 1 :], 0)
+    return d_x, d_whole[:, : width - 1], d_weight.astype(weight.dtype), None
 
 
 def _weight_gradient(whole, d_total, masks, length: int):
@@ -156,39 +196,61 @@ def _weight_gradient(whole, d_total, masks, length: int):
 _taps.defvjp(_taps_forward, _taps_backward)
 
 
+@jax.custom_vjp
+def _with_rows(x, positions):
+    """x [B, T, D] and its tokens at `positions` [B, n], whose gradient is added in its place: the
+    usual one is an array as large as x, nearly all zeros."""
+    return x, jnp.take_along_axis(x, positions[..., None], axis=1)
+
+
+def _with_rows_backward(positions, cotangents):
+    d_x, d_rows = cotangents
+    return d_x.at[jnp.arange(d_x.shape[0])[:, None], positions].add(d_rows), None
+
+
+_with_rows.defvjp(lambda x, positions: (_with_rows(x, positions), positions), _with_rows_backward)
+
+
 def _receive_halo(x, tail, segments: Segments, upstream, axis_name):
-    """The W - 1 inputs before the rank's tokens [B, W - 1, D], zero where not of the segment that
-    goes on here. A sender knows which segment that is, so no ids travel."""
-    width = tail.shape[1]
+    """(x, the W - 1 inputs before the rank's tokens [B, W - 1, D]), these zero where not of the
+    segment that goes on here. A sender knows which segment that is, so no ids travel."""
+    (rows, width), length = tail.shape[:2], x.shape[1]
     if axis_name is None or width == 0 or jax.lax.axis_size(axis_name) == 1:
-        return tail
+        return x, tail
     ranks, rank = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     started = segments.before + jnp.sum(segments.first, axis=1, keepdims=True, dtype=jnp.int32)
     current = jnp.maximum(started - 1, 0)
-    own = jnp.where((segments.index == current)[..., None], x, 0)
+    newest = jnp.broadcast_to(
+        jnp.arange(max(length - width, 0), length), (rows, min(width, length))
+    )
+    x, own = _with_rows(x, vary(newest, varying_axes(x)))
+    own = jnp.where((segments.index == current)[:, -width:, None], own, 0)
     goes_through = (current == upstream)[..., None]
     halo = jnp.where(rank == 0, tail, 0)
     # Pieces shorter than the halo: what a rank received travels on, one rank a hop.
-    for _ in range(min(ranks - 1, -(-width // x.shape[1]))):
+    for _ in range(min(ranks - 1, -(-width // length))):
         window = jnp.concatenate([jnp.where(goes_through, halo, 0), own], axis=1)[:, -width:]
         arrived = jax.lax.ppermute(window, axis_name, [(r, r + 1) for r in range(ranks - 1)])
         halo = jnp.where(rank == 0, tail, arrived)
-    return halo
+    return x, halo
 
 
-def _next_tail(whole, index, tail, segments: Segments, axis_name):
+def _next_tail(x, halo, index, tail, segments: Segments, axis_name):
+    """(x, the next row's tail)."""
     width, length = tail.shape[1], segments.valid.shape[1]
     if width == 0:
-        return jnp.zeros(tail.shape, whole.dtype)
+        return x, jnp.zeros(tail.shape, x.dtype)
     position = jnp.arange(length)
     last = jnp.max(jnp.where(segments.valid, position, -1), axis=1)  # [B], -1: no token here
-    steps = last[:, None] + 1 + jnp.arange(width)  # in `whole`, up to the last token
+    steps = last[:, None] + 1 + jnp.arange(width)  # behind the halo's first, up to the last token
     segment = jnp.take_along_axis(index, jnp.maximum(steps[:, :1] - 1 + width, 0), axis=1)
-    taken = jnp.take_along_axis(whole, steps[..., None], axis=1)
+    x, inside = _with_rows(x, jnp.maximum(steps - width, 0))
+    before = jnp.take_along_axis(halo, jnp.minimum(steps, width - 1)[..., None], axis=1)
+    taken = jnp.where((steps < width)[..., None], before, inside)
     same = jnp.take_along_axis(index, steps, axis=1) == segment
     owner = (last >= 0)[:, None] & (segments.after == segments.count)
     tail_out = jnp.where((same & owner)[..., None], taken, 0)
     rank = 0 if axis_name is None else jax.lax.axis_index(axis_name)
     empty = (segments.count == 0) & (rank == 0)
-    tail_out = jnp.where(empty[..., None], tail.astype(whole.dtype), tail_out)
-    return tail_out if axis_name is None else jax.lax.psum(tail_out, axis_name)
+    tail_out = jnp.where(empty[..., None], tail.astype(x.dtype), tail_out)
+    return x, tail_out if axis_name is None else jax.lax.psum(tail_out, axis_name)

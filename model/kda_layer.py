@@ -171,7 +171,14 @@ def _convolve(cfg, axis_name, params, streams, segments, begin):
     tail = None
     if cfg.carry:
         tail = jnp.concatenate([begin["conv"][name] for name in STREAMS], axis=-1)
-    y, tail = short_conv(x, weight, segments, tail=tail, axis_name=axis_name)
+    y, tail = short_conv(
+        x,
+        weight,
+        segments,
+        tail=tail,
+        axis_name=axis_name,
+        implementation=cfg.kda_implementation,
+    )
     tails = dict(zip(STREAMS, jnp.split(tail, cuts, axis=-1)))
     return jnp.split(y, cuts, axis=-1), tails
 

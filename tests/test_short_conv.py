@@ -72,7 +72,7 @@ def oracle(x, weight, tail, ids, activation, cotangents):
 
 
 @functools.cache
-def compiled(ranks, check_vma, activation, with_tail):
+def compiled(ranks, check_vma, activation, with_tail, implementation="chunked"):
     axis = "context" if ranks > 1 else None
 
     def call(x, weight, tail, ids):
@@ -84,6 +84,7 @@ def compiled(ranks, check_vma, activation, with_tail):
             tail=tail if with_tail else None,
             axis_name=axis,
             activation=activation,
+            implementation=implementation,
         )
 
     if ranks > 1:
@@ -100,12 +101,12 @@ def compiled(ranks, check_vma, activation, with_tail):
     return jax.jit(function)
 
 
-def example(ids, width=WIDTH, seed=0, with_tail=True):
+def example(ids, width=WIDTH, seed=0, with_tail=True, channels=CHANNELS):
     rng = np.random.default_rng(seed)
     rows, length = ids.shape
-    x = rng.standard_normal((rows, length, CHANNELS)).astype(np.float32)
-    weight = rng.standard_normal((width, CHANNELS)).astype(np.float32)
-    tail = rng.standard_normal((rows, width - 1, CHANNELS)).astype(np.float32) * with_tail
+    x = rng.standard_normal((rows, length, channels)).astype(np.float32)
+    weight = rng.standard_normal((width, channels)).astype(np.float32)
+    tail = rng.standard_normal((rows, width - 1, channels)).astype(np.float32) * with_tail
     cotangents = tuple(rng.standard_normal(t.shape).astype(np.float32) for t in (x, tail))
     return x, weight, tail, cotangents
 
