@@ -53,11 +53,12 @@ def short_conv(
         tail = jnp.zeros((x.shape[0], width - 1, x.shape[2]), x.dtype)
     # Segment that upstream inputs belong to; the row's first one where nothing has started yet.
     upstream = jnp.maximum(segments.before - 1, 0)
-    x, halo = _receive_halo(x, tail.astype(x.dtype), segments, upstream, axis_name)
     index = jnp.concatenate(
-        [jnp.broadcast_to(upstream, halo.shape[:2]).astype(jnp.int32), segments.index], axis=1
+        [jnp.broadcast_to(upstream, tail.shape[:2]).astype(jnp.int32), segments.index], axis=1
     )
-    x, next_tail = _next_tail(x, halo, index, tail, segments, axis_name)
+    x, newest, ends = _taken(x, segments, width - 1)
+    halo = _receive_halo(newest, tail.astype(x.dtype), segments, upstream, axis_name)
+    next_tail = _next_tail(ends, halo, index, tail, segments, axis_name)
     arrays = x, halo, weight, _reach(index, segments.valid, width)
     y = _taps((activation, implementation), *vary(arrays, varying_axes(arrays)))
     return y, next_tail
@@ -144,7 +145,7 @@ def _taps_backward(how, saved, d_y):
     activation, implementation = how
     x, halo, weight, reach = saved
     if implementation == "mosaic_tpu":
-        d_x, d_halo, d_weight = short_conv_tpu.backward(activation, *saved, d_y)
+        d_x, d_halo, d_weight = short_conv_tpu.backward(activation, x, halo, weight, reach, d_y)
         return d_x, d_halo, d_weight.astype(weight.dtype), None
     length, width = reach.shape[1], weight.shape[0]
     whole = _whole(x, halo, reach)
@@ -211,20 +212,36 @@ def _with_rows_backward(positions, cotangents):
 _with_rows.defvjp(lambda x, positions: (_with_rows(x, positions), positions), _with_rows_backward)
 
 
-def _receive_halo(x, tail, segments: Segments, upstream, axis_name):
-    """(x, the W - 1 inputs before the rank's tokens [B, W - 1, D]), these zero where not of the
-    segment that goes on here. A sender knows which segment that is, so no ids travel."""
-    (rows, width), length = tail.shape[:2], x.shape[1]
+def _taken(x, segments: Segments, width: int):
+    """(x, the rank's newest inputs, up to `width`: of them the next rank's halo is made; and the
+    `width` inputs up to its last real token, of them the next tail; the rank's first input stands
+    for those before it)."""
+    (rows, length), count = segments.valid.shape, min(width, x.shape[1])
+    newest = jnp.broadcast_to(jnp.arange(length - count, length), (rows, count))
+    ends = jnp.maximum(_tail_places(segments, width) - width, 0)
+    places = jnp.concatenate([newest, ends], axis=1)
+    x, taken = _with_rows(x, vary(places, varying_axes(x)))
+    return x, taken[:, :count], taken[:, count:]
+
+
+def _tail_places(segments: Segments, width: int) -> jax.Array:
+    """The `width` positions up to each row's last real token [B, width], 0 being the halo's first;
+    the halo's own where the rank has no real token."""
+    position = jnp.arange(segments.valid.shape[1])
+    last = jnp.max(jnp.where(segments.valid, position, -1), axis=1)
+    return last[:, None] + 1 + jnp.arange(width)
+
+
+def _receive_halo(newest, tail, segments: Segments, upstream, axis_name):
+    """The W - 1 inputs before the rank's tokens [B, W - 1, D], zero where not of the segment that
+    goes on here. A sender knows which segment that is, so no ids travel."""
+    width, length = tail.shape[1], segments.valid.shape[1]
     if axis_name is None or width == 0 or jax.lax.axis_size(axis_name) == 1:
-        return x, tail
+        return tail
     ranks, rank = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     started = segments.before + jnp.sum(segments.first, axis=1, keepdims=True, dtype=jnp.int32)
     current = jnp.maximum(started - 1, 0)
-    newest = jnp.broadcast_to(
-        jnp.arange(max(length - width, 0), length), (rows, min(width, length))
-    )
-    x, own = _with_rows(x, vary(newest, varying_axes(x)))
-    own = jnp.where((segments.index == current)[:, -width:, None], own, 0)
+    own = jnp.where((segments.index == current)[:, -width:, None], newest, 0)
     goes_through = (current == upstream)[..., None]
     halo = jnp.where(rank == 0, tail, 0)
     # Pieces shorter than the halo: what a rank received travels on, one rank a hop.
@@ -232,25 +249,21 @@ def _receive_halo(x, tail, segments: Segments, upstream, axis_name):
         window = jnp.concatenate([jnp.where(goes_through, halo, 0), own], axis=1)[:, -width:]
         arrived = jax.lax.ppermute(window, axis_name, [(r, r + 1) for r in range(ranks - 1)])
         halo = jnp.where(rank == 0, tail, arrived)
-    return x, halo
+    return halo
 
 
-def _next_tail(x, halo, index, tail, segments: Segments, axis_name):
-    """(x, the next row's tail)."""
-    width, length = tail.shape[1], segments.valid.shape[1]
+def _next_tail(ends, halo, index, tail, segments: Segments, axis_name):
+    width = tail.shape[1]
     if width == 0:
-        return x, jnp.zeros(tail.shape, x.dtype)
-    position = jnp.arange(length)
-    last = jnp.max(jnp.where(segments.valid, position, -1), axis=1)  # [B], -1: no token here
-    steps = last[:, None] + 1 + jnp.arange(width)  # behind the halo's first, up to the last token
-    segment = jnp.take_along_axis(index, jnp.maximum(steps[:, :1] - 1 + width, 0), axis=1)
-    x, inside = _with_rows(x, jnp.maximum(steps - width, 0))
-    before = jnp.take_along_axis(halo, jnp.minimum(steps, width - 1)[..., None], axis=1)
-    taken = jnp.where((steps < width)[..., None], before, inside)
-    same = jnp.take_along_axis(index, steps, axis=1) == segment
-    owner = (last >= 0)[:, None] & (segments.after == segments.count)
+        return jnp.zeros(tail.shape, ends.dtype)
+    places = _tail_places(segments, width)
+    segment = jnp.take_along_axis(index, jnp.maximum(places[:, :1] - 1 + width, 0), axis=1)
+    before = jnp.take_along_axis(halo, jnp.minimum(places, width - 1)[..., None], axis=1)
+    taken = jnp.where((places < width)[..., None], before, ends)
+    same = jnp.take_along_axis(index, places, axis=1) == segment
+    owner = (places[:, :1] > 0) & (segments.after == segments.count)
     tail_out = jnp.where((same & owner)[..., None], taken, 0)
     rank = 0 if axis_name is None else jax.lax.axis_index(axis_name)
     empty = (segments.count == 0) & (rank == 0)
-    tail_out = jnp.where(empty[..., None], tail.astype(x.dtype), tail_out)
-    return x, tail_out if axis_name is None else jax.lax.psum(tail_out, axis_name)
+    tail_out = jnp.where(empty[..., None], tail.astype(ends.dtype), tail_out)
+    return tail_out if axis_name is None else jax.lax.psum(tail_out, axis_name)

@@ -24,8 +24,9 @@ from kernels.kda.vma import varying_axes
 
 F32 = jnp.float32
 MOST_TAPS = 8  # what a piece sees of its neighbours: a tile of float32
-PIECE = 16  # tokens worked on at a time: a tile of bfloat16
-TILE = 512  # tokens a step
+PIECE = 64  # tokens worked on at a time: enough that units do not wait for each other
+TILE = 1024  # tokens a step
+LANE = 128
 LANES = 512  # channels a step; the widest of 512, 256, 128 that divides D
 
 
@@ -63,8 +64,7 @@ def backward(activation: str | None, x, halo, weight, reach, d_y):
             call.like((taps, channels), F32),
         ],
         scratch_shapes=[
-            pltpu.VMEM((MOST_TAPS, call.lanes), F32),
-            pltpu.VMEM((MOST_TAPS, 1), jnp.int32),
+            pltpu.VMEM((taps, MOST_TAPS, call.lanes), F32),
         ],
         name="short_conv_backward",
     )(*call.operands, _wide(d_y))
@@ -80,7 +80,7 @@ class _Call:
     def __init__(self, x, halo, weight, reach):
         self.x, weight = _wide(x), _wide(weight.astype(F32))
         rows, length, channels = self.x.shape
-        self.lanes = next(n for n in (LANES, LANES // 2, LANES // 4) if channels % n == 0)
+        self.lanes = next(n for n in (LANES, LANES // 2, LANE) if channels % n == 0)
         self.tile = min(TILE, -(-length // PIECE) * PIECE)
         self.grid = (channels // self.lanes, rows, -(-length // self.tile))
         halo = jnp.pad(_wide(halo), ((0, 0), (PIECE - halo.shape[1], 0), (0, 0)))
@@ -113,122 +113,152 @@ class _Call:
 
 def _wide(x):
     """The same with whole lanes of channels."""
-    extra = -x.shape[-1] % (LANES // 4)
+    extra = -x.shape[-1] % LANE
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)]) if extra else x
 
 
-def _piece(x, reach, at):
-    """(inputs in float32, 0 at padding; reach [PIECE, 1]) of a piece."""
-    own = reach[0, at, :]
-    return jnp.where(own >= 0, x[0, at, :].astype(F32), 0.0), own
+class _Masks:
+    """Where a tap counts, for the tokens of `reach` [n, 1]; worked out once for all channels."""
+
+    def __init__(self, reach, taps: int):
+        wide = jnp.broadcast_to(reach, (reach.shape[0], LANE))
+        self._from = [wide >= j for j in range(taps)]
+
+    def keep(self, distance: int, x):
+        """x [n, LANE] where the tap of this distance counts, else 0; distance 0: not padding."""
+        return jnp.where(self._from[distance], x, 0.0)
 
 
-def _preceding(first, before, halo, reach_before):
-    """The inputs before a tile [MOST_TAPS, lanes]; first: it is the rank's first tile."""
-    inside, _ = _piece(before, reach_before, slice(None))
-    return jnp.where(first, halo[0].astype(F32), inside)[PIECE - MOST_TAPS :]
+def _columns(lanes: int) -> list[slice]:
+    return [slice(n, n + LANE) for n in range(0, lanes, LANE)]
+
+
+def _at(i):
+    return pl.ds(pl.multiple_of(i * PIECE, PIECE), PIECE)
+
+
+def _preceding(first, before, halo, reach_before, columns):
+    """The inputs before a tile, MOST_TAPS of them; first: it is the rank's first tile."""
+    masks = _Masks(reach_before[0], 1)
+    return tuple(
+        jnp.where(first, halo[0, :, c].astype(F32), masks.keep(0, before[0, :, c].astype(F32)))[
+            -MOST_TAPS:
+        ]
+        for c in columns
+    )
 
 
 def _shifts(preceding, own, taps: int) -> list[jax.Array]:
     """The inputs 0, 1, .. taps - 1 tokens back."""
     both = jnp.concatenate([preceding, own], axis=0)
-    return [both[MOST_TAPS - j : MOST_TAPS - j + PIECE] for j in range(taps)]
+    return [both[MOST_TAPS - j : MOST_TAPS - j + own.shape[0]] for j in range(taps)]
 
 
-def _sum_of_taps(weight, shifts, reach):
-    total = jnp.zeros((), F32)
-    for j, shifted in enumerate(shifts):
-        tap = len(shifts) - 1 - j
-        total += weight[tap : tap + 1] * jnp.where(reach >= j, shifted, 0.0)
+def _sum_of_taps(weight, masks: _Masks, shifts):
+    """weight: the taps' rows [1, LANE] by distance."""
+    total = weight[0] * shifts[0]
+    for j in range(1, len(shifts)):
+        total += weight[j] * masks.keep(j, shifts[j])
     return total
 
 
+def _by_distance(weight, column) -> list[jax.Array]:
+    taps = weight[:, column]
+    return [taps[tap : tap + 1] for tap in reversed(range(taps.shape[0]))]
+
+
 def _forward_kernel(activation, x, before, halo, weight, reach, reach_before, y):
-    taps = weight[...]
+    columns, number = _columns(x.shape[2]), weight.shape[0]
+    weights = [_by_distance(weight, c) for c in columns]
 
     def step(i, preceding):
-        at = pl.ds(pl.multiple_of(i * PIECE, PIECE), PIECE)
-        own, far = _piece(x, reach, at)
-        total = _sum_of_taps(taps, _shifts(preceding, own, taps.shape[0]), far)
-        total = jax.nn.silu(total) if activation == "silu" else total
-        y[0, at, :] = total.astype(y.dtype)
-        return own[PIECE - MOST_TAPS :]
+        at = _at(i)
+        masks = _Masks(reach[0, at, :], number)
+        last = []
+        for c, w, p in zip(columns, weights, preceding):
+            own = masks.keep(0, x[0, at, c].astype(F32))
+            total = _sum_of_taps(w, masks, _shifts(p, own, number))
+            total = jax.nn.silu(total) if activation == "silu" else total
+            y[0, at, c] = total.astype(y.dtype)
+            last.append(own[-MOST_TAPS:])
+        return tuple(last)
 
-    first = pl.program_id(2) == 0
-    preceding = _preceding(first, before, halo, reach_before)
+    preceding = _preceding(pl.program_id(2) == 0, before, halo, reach_before, columns)
     jax.lax.fori_loop(0, x.shape[1] // PIECE, step, preceding)
 
 
 def _backward_kernel(
     activation, x, before, halo, weight, reach, reach_before, d_y,
-    d_x, d_halo, d_weight, next_d, next_reach,
+    d_x, d_halo, d_weight, behind,
 ):  # fmt: skip
-    taps, pieces = weight[...], x.shape[1] // PIECE
-    number, lanes = taps.shape
+    pieces, number, columns = x.shape[1] // PIECE, weight.shape[0], _columns(x.shape[2])
+    weights = [_by_distance(weight, c) for c in columns]
     newest, oldest = pl.program_id(2) == 0, pl.program_id(2) == pl.num_programs(2) - 1
 
     @pl.when(newest)
     def _():
-        next_d[...] = jnp.zeros_like(next_d)
-        next_reach[...] = jnp.full_like(next_reach, -1)
+        behind[...] = jnp.zeros_like(behind)
 
     @pl.when(newest & (pl.program_id(1) == 0))
     def _():
         d_weight[...] = jnp.zeros_like(d_weight)
 
-    preceding = _preceding(oldest, before, halo, reach_before)
+    preceding = _preceding(oldest, before, halo, reach_before, columns)
 
     def step(k, carry):
-        following, far_following, sums = carry
+        following, sums = carry
         i = pieces - 1 - k
-        at = pl.ds(pl.multiple_of(i * PIECE, PIECE), PIECE)
-        own, far = _piece(x, reach, at)
-        inside, _ = _piece(
-            x, reach, pl.ds(pl.multiple_of(jnp.maximum(i - 1, 0) * PIECE, PIECE), PIECE)
-        )
-        shifts = _shifts(jnp.where(i == 0, preceding, inside[PIECE - MOST_TAPS :]), own, number)
-        d_total = d_y[0, at, :].astype(F32)
-        if activation == "silu":
-            total = _sum_of_taps(taps, shifts, far)
-            gate = jax.nn.sigmoid(total)
-            d_total = d_total * (gate * (1.0 + total * (1.0 - gate)))
-        d_total = jnp.where(far >= 0, d_total, 0.0)
-        sums = tuple(
-            _fold(total, shifted * jnp.where(far >= j, d_total, 0.0))
-            for j, (total, shifted) in enumerate(zip(sums, shifts))
-        )
-        both = jnp.concatenate([d_total, following], axis=0)
-        far_both = jnp.concatenate([far, far_following], axis=0)
-        d_own = _sum_of_shares(taps, both, far_both, PIECE)
-        d_x[0, at, :] = jnp.where(far >= 0, d_own, 0.0).astype(d_x.dtype)
-        return d_total[:MOST_TAPS], far[:MOST_TAPS], sums
+        at, previous = _at(i), _at(jnp.maximum(i - 1, 0))
+        masks = _Masks(reach[0, at, :], number)
+        masks_previous = _Masks(reach[0, previous, :], 1)
+        first, new_sums = [], []
+        for n, (c, w) in enumerate(zip(columns, weights)):
+            own = masks.keep(0, x[0, at, c].astype(F32))
+            inside = masks_previous.keep(0, x[0, previous, c].astype(F32))[-MOST_TAPS:]
+            shifts = _shifts(jnp.where(i == 0, preceding[n], inside), own, number)
+            d_total = d_y[0, at, c].astype(F32)
+            if activation == "silu":
+                total = _sum_of_taps(w, masks, shifts)
+                gate = jax.nn.sigmoid(total)
+                d_total = d_total * (gate * (1.0 + total * (1.0 - gate)))
+            shares = [masks.keep(j, d_total) for j in range(number)]
+            new_sums.append(
+                tuple(_fold(*args) for args in zip(sums[n], shifts, shares, strict=True))
+            )
+            d_own = _sum_of_shares(w, shares, following[n])
+            d_x[0, at, c] = masks.keep(0, d_own).astype(d_x.dtype)
+            first.append(tuple(share[:MOST_TAPS] for share in shares))
+        return tuple(first), tuple(new_sums)
 
-    zeros = jnp.zeros((MOST_TAPS, lanes), F32)
-    begin = (next_d[...], next_reach[...], (zeros,) * number)
-    first_d, first_reach, sums = jax.lax.fori_loop(0, pieces, step, begin)
-    next_d[...] = first_d
-    next_reach[...] = first_reach
-    for j, total in enumerate(sums):
-        tap = number - 1 - j
-        d_weight[tap : tap + 1, :] += jnp.sum(total, axis=0, keepdims=True)
+    zeros = jnp.zeros((MOST_TAPS, LANE), F32)
+    following = tuple(tuple(behind[j, :, c] for j in range(number)) for c in columns)
+    begin = following, tuple((zeros,) * number for _ in columns)
+    first, sums = jax.lax.fori_loop(0, pieces, step, begin)
+    for c, shares, parts in zip(columns, first, sums):
+        for j, (share, part) in enumerate(zip(shares, parts)):
+            behind[j, :, c] = share
+            tap = number - 1 - j
+            d_weight[tap : tap + 1, c] += jnp.sum(part, axis=0, keepdims=True)
 
     @pl.when(oldest)
     def _():
-        both = jnp.concatenate([zeros, first_d], axis=0)
-        far = jnp.concatenate([jnp.full_like(first_reach, -1), first_reach], axis=0)
-        d_halo[0] = _sum_of_shares(taps, both, far, MOST_TAPS)
+        for c, w, shares in zip(columns, weights, first):
+            d_halo[0, :, c] = _sum_of_shares(w, (zeros,) * number, shares)
 
 
-def _fold(total, x):
-    """Adds a piece [PIECE, lanes] to a sum that is spread over MOST_TAPS sublanes."""
-    return total + x[:MOST_TAPS] + x[MOST_TAPS:]
+def _fold(total, shifted, share):
+    """Adds a piece's products [PIECE, LANE] to a sum that is spread over MOST_TAPS sublanes."""
+    x = shifted * share
+    for n in range(0, x.shape[0], MOST_TAPS):
+        total += x[n : n + MOST_TAPS]
+    return total
 
 
-def _sum_of_shares(weight, d_total, reach, length: int):
-    """What the first `length` tokens get from the sums of those that see them, [length, lanes]."""
-    result = jnp.zeros((), F32)
-    for j in range(weight.shape[0]):
-        tap = weight.shape[0] - 1 - j
-        share = jnp.where(reach >= j, d_total, 0.0)[j : j + length]
-        result += weight[tap : tap + 1] * share
+def _sum_of_shares(weight, shares, following):
+    """What tokens get from the sums that see them, themselves and those behind them: by distance,
+    the sums' gradients where that tap counts, of these tokens and of the MOST_TAPS behind."""
+    result = weight[0] * shares[0]
+    for j in range(1, len(weight)):
+        both = jnp.concatenate([shares[j], following[j]], axis=0)
+        result += weight[j] * both[j : j + shares[0].shape[0]]
     return result

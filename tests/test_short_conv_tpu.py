@@ -37,9 +37,9 @@ def interpreted():
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    """Two tiles of tokens in 32, and several blocks of channels."""
+    """Two tiles in 32 tokens."""
+    monkeypatch.setattr(short_conv_tpu, "PIECE", 16)
     monkeypatch.setattr(short_conv_tpu, "TILE", 16)
-    monkeypatch.setattr(short_conv_tpu, "LANES", 512)
 
 
 def run(ids, ranks=1, activation="silu", width=4, channels=5, dtype=np.float32):
