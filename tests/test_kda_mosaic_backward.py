@@ -63,12 +63,13 @@ def test_profiles_bfloat16(profile):
 
 
 @pytest.mark.slow
-def test_beta_zero_keeps_its_gradient():
-    """vn = beta e is all the kernel has of e: a plain 0 would lose it."""
+@pytest.mark.parametrize("size", [1.0, 2.0**-30])
+def test_beta_zero_keeps_its_gradient(size):
+    """vn = beta e is all the kernel has of e: a plain 0 would lose it, and so would an underflow."""
     case = case_of(ids_of([(150, 1)]), dtype="bfloat16", beta=0.0)
-    case = with_narrow_decay(case)
+    case = with_narrow_decay(case)._replace(d_out=case.d_out * size)
     reference = oracle(case)
-    assert np.abs(reference.gradients["beta"]).max() > 0.1
+    assert np.abs(reference.gradients["beta"]).max() > 0.1 * size
     check(run(case), reference, KDA_BOUNDS_BFLOAT16)
 
 

@@ -104,6 +104,8 @@ def test_chips_and_ranks(topology, ranks):
         slow({"keys": 256, "values": 128}, id="wide keys"),
         slow({"keys": 64, "values": 200, "heads": 3}, id="padded"),
         slow({"heads": 1, "length": 64}, id="one head"),
+        # Which tiles hold starts lies in SMEM, a megabyte in all, whatever the number of tiles.
+        slow({"heads": 2, "length": 2**18, "start": True, "final": "none"}, id="many tiles"),
     ],
 )
 def test_options(options):

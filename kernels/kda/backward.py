@@ -58,7 +58,7 @@ class Operands(NamedTuple):
     starts: Any  # [heads, slots, V, K] float32, or None
     d_exit: Any  # [heads, V, K] float32: cotangent of the row's last state, or None
     d_finals: Any  # [heads, max_segments, V, K] float32: of the segments' before it, or None
-    pieces: Any  # SMEM [groups, N, 1 + 2 rows] int32, or None
+    pieces: Any  # SMEM [groups, 1 + 2 rows, N] int32, or None
     coords: Any  # SMEM [mesh axes] int32, or None
 
 

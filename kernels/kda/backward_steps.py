@@ -179,7 +179,7 @@ class Steps:
     def _pieces(self, g, n, slot, stages: Stages) -> None:
         """One pass a piece, the last one first. In rows of the batch with fewer pieces than others
         a pass without tokens changes nothing."""
-        count = self.ops.pieces[g, n, 0]
+        count = self.ops.pieces[g, 0, n]
         if not stages.chain:
             for p in self.pairs:
                 for i, x in enumerate(_halves(self._state("d_states", slot, p))):
@@ -201,9 +201,9 @@ class Steps:
         for row in range(plan.group_rows):
             first, heads = plan.row_of_head.index(row), plan.row_of_head.count(row)
 
-            @pl.when((index > 0) & (index < self.ops.pieces[g, n, 1 + row]))
+            @pl.when((index > 0) & (index < self.ops.pieces[g, 1 + row, n]))
             def _act(row=row, first=first, heads=heads):
-                segment = self.ops.pieces[g, n, 1 + plan.group_rows + row] + index
+                segment = self.ops.pieces[g, 1 + plan.group_rows + row, n] + index
                 act(pl.ds(first, heads), pl.ds(g * plan.group_heads + first, heads), segment)
 
     def _load_entries(self, g, n, slot, index) -> None:

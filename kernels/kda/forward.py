@@ -64,7 +64,7 @@ class Operands(NamedTuple):
     columns: Any  # [groups, T, lanes] float32
     gate: Any  # [2, groups, group heads, K] float32: exp(a_log) and dt_bias, or None
     starts: Any  # [heads, slots, V, K] float32, or None
-    pieces: Any  # [groups, N, 1 + 2 rows] int32 or None: most pieces of a row in the tile, then
+    pieces: Any  # [groups, 1 + 2 rows, N] int32 or None: most pieces of a row in the tile, then
     #              each row's number of pieces, then the segment that each row's piece 0 belongs to
     coords: Any  # [mesh axes] int32, or None
 

@@ -141,7 +141,7 @@ def _pieces(plan, ops, outs, s, tile: Tile, g, n, slot, c: int) -> None:
                 _add_heads(s["vn"], slot, c, p, vn[p].astype(jnp.float32), i)
         return 0
 
-    jax.lax.fori_loop(0, ops.pieces[g, n, 0], piece, 0)
+    jax.lax.fori_loop(0, ops.pieces[g, 0, n], piece, 0)
 
 
 def _add_heads(ref: Ref, slot, c: int, p: int, x: jax.Array, i) -> None:
@@ -157,9 +157,9 @@ def _swap_states(plan, ops, outs, s, g, n, i) -> None:
     for row in range(plan.group_rows):
         first, heads = rows.index(row), rows.count(row)
 
-        @pl.when(i < ops.pieces[g, n, 1 + row])
+        @pl.when(i < ops.pieces[g, 1 + row, n])
         def _swap(row=row, first=first, heads=heads):
-            segment = ops.pieces[g, n, 1 + plan.group_rows + row] + i
+            segment = ops.pieces[g, 1 + plan.group_rows + row, n] + i
             state = s["state"].at[pl.ds(first, heads)]
             at = pl.ds(g * plan.group_heads + first, heads)
             if outs.finals is not None:

@@ -16,7 +16,7 @@ from kernels.kda.problem import Gate, Inputs
 from kernels.segments import Segments
 
 LANES = 128
-BETA_FLOOR = 2.0**-48  # |beta| below it is raised to it: the backward divides by beta
+BETA_FLOOR = 2.0**-32  # |beta| below it is raised to it: the backward divides by beta
 FREE = 3e38  # no upper limit on a log decay
 
 
@@ -128,8 +128,8 @@ def tile_pieces(plan: Plan, segments: Segments) -> jax.Array:
     starts = jnp.where(later_starts(segments), segments.index, jnp.iinfo(jnp.int32).max)
     base = jnp.min(starts.reshape(rows, length // C, C), axis=-1) - 1
     of_group = rows_of_groups(plan, rows)
-    counts, base = (jnp.swapaxes(x[of_group], 1, 2) for x in (counts, base))
-    return jnp.concatenate([jnp.max(counts, axis=-1, keepdims=True), counts, base], axis=-1)
+    counts, base = counts[of_group], base[of_group]
+    return jnp.concatenate([jnp.max(counts, axis=1, keepdims=True), counts, base], axis=1)
 
 
 def gate_rows(plan: Plan, inputs: Inputs) -> jax.Array | None:
