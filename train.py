@@ -83,6 +83,13 @@ def failed(error: Exception) -> int:
         )
     import jax
 
+    if isinstance(error, jax.errors.JaxRuntimeError) and out_of_memory(str(error)):
+        return fail(
+            f"a device's memory is too small ({first_line(error)}); try "
+            "config.train.accumulation, config.model.remat=full, fewer config.data.rows, or a "
+            "larger config.mesh.fsdp or config.mesh.context",
+            1,
+        )
     if isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1:
         return fail(
             f"process {jax.process_index()}: a step failed, as it does when another process has "
@@ -92,6 +99,11 @@ def failed(error: Exception) -> int:
         )
     traceback.print_exception(error)
     return 1
+
+
+def out_of_memory(text: str) -> bool:
+    """Whether a failure of XLA's is about memory; it says so in one of two ways."""
+    return "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
 
 
 def start_jax(config: Any, flags: Any) -> None:
@@ -131,7 +143,7 @@ def build(config: Any, workdir: str) -> Parts:
     age = time.time() - psutil.Process().create_time()
     path = os.path.join(workdir, "goodput.json") if jax.process_index() == 0 else ""
     goodput = Goodput(path, age)
-    mesh = make_mesh(config.mesh)
+    mesh = devices.make_mesh(config.mesh)
     data = DataConfig(**config.data)
     seed, windows = config.train.seed, config.train.windows_per_step
     loader = make_loader(data, split="train", mesh=mesh, seed=seed, windows=windows)
@@ -162,32 +174,6 @@ def describe(parts: Parts) -> str:
         f"a step takes {data.rows} rows x {data.sequence_length} tokens"
         + (f" x {n} windows" if (n := parts.config.train.windows_per_step) > 1 else "")
     )
-
-
-def make_mesh(mesh: Any) -> Any:
-    """The mesh of config.mesh over all devices of all processes."""
-    import jax
-
-    axes = dict(mesh)
-    needed, found = math.prod(axes.values()), jax.device_count()
-    if needed != found:
-        raise ValueError(
-            f"config.mesh: {' x '.join(map(str, axes.values()))} ({' x '.join(axes)}) needs "
-            f"{needed} devices; there are {found} ({jax.devices()[0].device_kind}); "
-            f"try {_fitting_mesh(axes, found)}"
-        )
-    names = ("data", "fsdp", "context", "tensor")
-    types = (jax.sharding.AxisType.Auto,) * len(names)
-    return jax.make_mesh(tuple(axes[name] for name in names), names, axis_types=types)
-
-
-def _fitting_mesh(axes: dict[str, int], devices: int) -> str:
-    """The change of one axis that takes all devices, the context axis first."""
-    for name in ("context", "data", "fsdp", "tensor"):
-        rest = math.prod(axes.values()) // axes[name]
-        if devices % rest == 0:
-            return f"--config.mesh.{name}={devices // rest}"
-    return f"--config.mesh.context={devices} and 1 for the others"
 
 
 def model_config(config: Any, vocab_size: int) -> Any:
@@ -359,7 +345,9 @@ def train(config: Any, flags: Any, signals: Signals) -> int:
     with contextlib.ExitStack() as stack:
         stack.callback(parts.loader.close)
         if primary:  # it alone writes to the folder itself
-            stack.enter_context(lock(workdir))
+            stack.enter_context(lock(workdir, "--workdir"))
+            if (own := config.checkpoint.directory) and "://" not in own:
+                stack.enter_context(lock(own, "config.checkpoint.directory", needed=False))
         say(describe(parts))
         train_from_last(parts, flags.init_from, signals, say)
     return 0
@@ -378,7 +366,10 @@ def train_from_last(parts: Parts, init_from: str, signals: Signals, say: Any) ->
         if start < steps:
             run(parts, manager, state, start, signals)
         else:
-            say(f"step {start} of config.train.steps={steps} is done: nothing to train")
+            say(
+                f"step {start} of config.train.steps={steps} is done: nothing to train; try more "
+                "steps, or another --workdir to start anew"
+            )
         manager.close()
     except Exception as error:
         # An earlier step's save may be under way. Where another process has died it cannot end.

@@ -1,10 +1,13 @@
 """Where checkpoints lie, a local folder or one in a bucket, and errors of one line about it."""
 
 import re
+import time
 
 import fsspec
 import jax
+import numpy as np
 from etils import epath
+from jax.experimental import multihost_utils
 
 # What TensorStore's errors begin with where the way to the data is at fault, not the data.
 _UNREACHABLE = re.compile(
@@ -58,6 +61,26 @@ def make(path: epath.Path) -> None:
             (path / ".folder").write_text("")
         except FileNotFoundError:
             raise CheckpointError(f"{path}: there is no such bucket; try to create it") from None
+
+
+def check_shared(path: epath.Path) -> None:
+    """Raises CheckpointError where processes of one run do not all see process 0's folder: their
+    first save would wait ten minutes for each other, and fail."""
+    token = str(multihost_utils.broadcast_one_to_all(np.int32(time.time_ns() % 2**31)))
+    mark = path / ".shared"
+    if jax.process_index() == 0:
+        mark.write_text(token)
+    multihost_utils.sync_global_devices("checkpoint folder marked")
+    sees = mark.exists() and mark.read_text() == token
+    blind = np.flatnonzero(~multihost_utils.process_allgather(np.array(sees)).reshape(-1))
+    if jax.process_index() == 0:
+        mark.unlink()
+    if len(blind):
+        raise CheckpointError(
+            f"{path}: process {blind[0]} does not see the folder of process 0; needs one that all "
+            "hosts reach; try --workdir on a network folder, or "
+            "config.checkpoint.directory=gs://bucket/path"
+        )
 
 
 def check_reached(place: str, error: Exception) -> None:

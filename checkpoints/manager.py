@@ -108,6 +108,7 @@ class Manager:
                     self._try_writing()
                     self._remove_interrupted()
                 if jax.process_count() > 1:
+                    folder.check_shared(self.directory)
                     multihost_utils.sync_global_devices("checkpoint folder tidied")
             self._orbax = _open_orbax(self.directory, retention)
 

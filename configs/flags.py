@@ -39,6 +39,8 @@ flags.DEFINE_string(
 flags.DEFINE_integer("processes", 0, "Number of processes; 0: what JAX finds.", flag_values=_FLAGS)
 flags.DEFINE_integer("process_id", -1, "This process's number, from 0.", flag_values=_FLAGS)
 flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=_FLAGS)
+# Options that are paths, besides those of data, which a document source expands itself.
+PATHS = (("checkpoint", "directory"), ("data", "tokenizer"), ("train", "compilation_cache"))
 _OWN = ("config", "workdir", "init_from", "coordinator", "processes", "process_id", "help")
 
 
@@ -74,7 +76,16 @@ def parse(argv: list[str]) -> tuple[ConfigDict, flags.FlagValues]:
             f"bucket; try --config.checkpoint.directory={_FLAGS.workdir}"
         )
     _check_processes()
+    _expand_home(holder.value)
     return holder.value, _FLAGS
+
+
+def _expand_home(config: ConfigDict) -> None:
+    """A shell leaves the ~ of --name=~/folder as it is."""
+    for group, name in PATHS:
+        config[group][name] = os.path.expanduser(config[group][name])
+    for flag in ("workdir", "init_from"):
+        setattr(_FLAGS, flag, os.path.expanduser(getattr(_FLAGS, flag)))
 
 
 def _help() -> str:

@@ -220,3 +220,14 @@ def test_devices_that_are_not_there_are_one_line(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: JAX_PLATFORMS=abacus: ") and done.stderr.count("\n") == 1
+
+
+def test_home_is_expanded_in_paths(monkeypatch):
+    """A shell leaves --name=~/folder as it is."""
+    monkeypatch.setenv("HOME", "/home/me")
+    arguments = ["--workdir=~/run", "--init_from=~/old", "--config.checkpoint.directory=~/ck"]
+    config = parse(*arguments, "--config.data.tokenizer=~/t.json")
+    found = flags._FLAGS
+    assert found.workdir == "/home/me/run" and found.init_from == "/home/me/old"
+    assert config.checkpoint.directory == "/home/me/ck"
+    assert config.data.tokenizer == "/home/me/t.json"

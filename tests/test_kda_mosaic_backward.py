@@ -65,7 +65,7 @@ def test_profiles_bfloat16(profile):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1.0, 2.0**-30])
 def test_beta_zero_keeps_its_gradient(size):
-    """vn = beta e is all the kernel has of e: a plain 0 would lose it, and so would an underflow."""
+    """vn = beta e is all the kernel has of e: a plain 0 or an underflow would lose it."""
     case = case_of(ids_of([(150, 1)]), dtype="bfloat16", beta=0.0)
     case = with_narrow_decay(case)._replace(d_out=case.d_out * size)
     reference = oracle(case)

@@ -15,6 +15,7 @@ class Stub:
     def __init__(self, steps=100, log=1, evals=0, saves=0, batches=100, trace_ends=None, vote=None):
         self.events = []
         self.trace_ends, self.vote, self.left = trace_ends, vote, batches
+        self.told_in_batch = None
         note = self.events.append
         meter, writers, profiler, saver, signals = (type("", (), {})() for _ in range(5))
         meter.start = lambda: note("idle")
@@ -42,7 +43,7 @@ class Stub:
             votes=(0, 1),
             batches=self._batches(),
             more=lambda: self.left > 0,
-            evaluate=lambda params: {"eval/loss": 0.5},
+            evaluate=self._evaluate,
             saver=saver,
             meter=meter,
             writers=writers,
@@ -50,6 +51,14 @@ class Stub:
             profiler=profiler,
             signals=signals,
         )
+
+    def _evaluate(self, params, between):
+        for batch in range(3):
+            if batch == self.told_in_batch:
+                self.job.signals.stop = "SIGTERM"
+            between()
+            self.events.append(("evaluated", batch))
+        return {"eval/loss": 0.5}
 
     def _batches(self):
         while self.left:
@@ -91,3 +100,18 @@ def test_the_time_of_ending_a_trace_is_no_steps():
     at = stub.events.index("trace")
     assert stub.events[at - 1] != "idle" and stub.events[at + 1] == "idle"
     assert stub.of("step") == [("step", n) for n in range(1, 10)]
+
+
+def test_told_to_stop_in_an_evaluation_saves_first_and_goes_on_with_it():
+    stub = Stub(evals=3)
+    stub.told_in_batch = 1
+    assert loop.run(stub.job) == (3, "signal")
+    at = [stub.events.index(("evaluated", n)) for n in range(3)]
+    first = stub.events.index(("save", 3, None))
+    assert at[0] < first < at[1] and stub.of("report")[-1] == ("report", 3, True)
+
+
+def test_a_vote_to_stop_saves_before_a_due_evaluation():
+    stub = Stub(evals=3, vote=3)
+    assert loop.run(stub.job) == (3, "signal")
+    assert stub.events.index(("save", 3, None)) < stub.events.index(("evaluated", 0))

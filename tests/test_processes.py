@@ -55,6 +55,19 @@ def test_one_process_is_told_to_stop_and_both_save_the_same_step(tmp_path):
     assert steps_on_disk(tmp_path)[-1] == last < 100000
 
 
+def test_processes_that_do_not_share_a_folder_are_told_so(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        coordinator = f"--coordinator=localhost:{probe.getsockname()[1]}"
+    both = [
+        Running(tmp_path / str(i), *MESH, coordinator, "--processes=2", f"--process_id={i}")
+        for i in range(2)
+    ]
+    for run in both:
+        assert "process 1 does not see the folder of process 0" in run.end(1)
+    assert not any(path.name == ".shared" for path in tmp_path.rglob("*"))
+
+
 def kill(both: list[Running], victim: int) -> None:
     """Kills one process; the other must end with an error, soon."""
     both[victim].signal(signal.SIGKILL)

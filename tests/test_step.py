@@ -216,8 +216,20 @@ def test_a_spike_is_skipped(recent, seen, skips):
     assert 3.3 < metrics["loss"] < 8, "the cases above were chosen for such a loss"
     assert metrics["steps_skipped"] == skips
     assert any(np.any(c) for c in change.values()) != skips
-    kept = np.asarray(state.recent).tolist()
-    assert (kept == np.float32(recent).tolist()) == skips, "only applied steps are remembered"
+    assert (
+        np.asarray(state.recent)[seen % WINDOW] == metrics["loss"] and int(state.seen) == seen + 1
+    )
+
+
+def test_a_lasting_change_is_no_spike_for_ever():
+    _, shapes, _ = stepper(ONE, SKIPPING, 4)
+    recent = np.float32([2.0, 2.1, 1.9, 2.0])
+    state = start(ONE, shapes, recent=recent, seen=np.int32(WINDOW))
+    skipped = []
+    for _ in range(WINDOW + 1):
+        metrics, _, state = run(ONE, batch_of(UNEVEN), SKIPPING, state=state)
+        skipped.append(int(metrics["steps_skipped"]))
+    assert skipped[0] == 1 and skipped[-1] == skipped[-2] <= WINDOW
 
 
 def test_evaluation_is_the_same_mean_over_all_batches():

@@ -5,12 +5,14 @@ import os
 import resource
 import signal
 import stat
+import time
 
 import jax
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.trainer import Running, learning, reports, steps_on_disk, train
+from training.signals import ECHO_SECONDS
 
 pytestmark = pytest.mark.timeout(1200)  # each run has a limit of its own
 
@@ -123,6 +125,7 @@ def test_told_to_stop_saves_one_step_and_says_how_to_go_on(tmp_path, number):
     run = Running(tmp_path, "--config.train.steps=100000", "--config.eval.every=0")
     run.until("step 5/")
     run.signal(number)
+    run.signal(number)  # as make and shells do, that pass on what their group got as well
     text = run.end(0)
     last = max(reports(tmp_path))
     assert steps_on_disk(tmp_path)[-1] == last >= 5
@@ -145,6 +148,7 @@ def test_told_to_stop_twice_ends_at_once(tmp_path):
     run.until(" parameters")
     run.signal(signal.SIGTERM)
     run.until("stopping after the step")
+    time.sleep(1.1 * ECHO_SECONDS)
     run.signal(signal.SIGTERM)
     assert "ending at once" in run.end(128 + signal.SIGTERM)
 
@@ -210,6 +214,23 @@ def test_a_folder_in_use_is_left_alone(tmp_path):
     run.signal(signal.SIGTERM)
     run.end(0)
     assert len(steps_on_disk(tmp_path)) >= 1
+
+
+def test_two_runs_with_one_checkpoint_folder_are_refused(tmp_path):
+    shared = f"--config.checkpoint.directory={tmp_path / 'shared'}"
+    run = Running(tmp_path / "one", shared, "--config.train.steps=100000", "--config.eval.every=0")
+    run.until(" parameters")
+    done = train(tmp_path / "two", shared, code=1)
+    assert done.stderr.startswith("error: config.checkpoint.directory=")
+    assert "another run is using it" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    run.signal(signal.SIGTERM)
+    run.end(0)
+
+
+def test_too_little_memory_is_one_line(tmp_path):
+    done = train(tmp_path, "--config.model.ffn_dim=2000000000", code=1)
+    assert "a device's memory is too small" in done.stderr and "accumulation" in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
 
 
 def minding_permissions():

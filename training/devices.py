@@ -3,7 +3,9 @@
 import dataclasses
 import glob
 import importlib.util
+import math
 import os
+from typing import Any
 
 HEARTBEAT_SECONDS = 30  # a process that is silent for so long is dead, and the others stop
 MOST_SIMULATED = 1024  # each costs threads and memory; far more never get to an error message
@@ -107,3 +109,33 @@ def tpu_pod() -> bool:
     """Whether several TPU hosts were started together by GKE, and find each other."""
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
     return accelerator() and len(hosts.split(",")) > 1
+
+
+def make_mesh(mesh: Any) -> Any:
+    """The mesh of config.mesh over all devices of all processes.
+
+    Raises:
+        ValueError: it needs more or fewer devices than there are.
+    """
+    import jax
+
+    axes = dict(mesh)
+    needed, found = math.prod(axes.values()), jax.device_count()
+    if needed != found:
+        raise ValueError(
+            f"config.mesh: {' x '.join(map(str, axes.values()))} ({' x '.join(axes)}) needs "
+            f"{needed} devices; there are {found} ({jax.devices()[0].device_kind}); "
+            f"try {_fitting_mesh(axes, found)}"
+        )
+    names = ("data", "fsdp", "context", "tensor")
+    types = (jax.sharding.AxisType.Auto,) * len(names)
+    return jax.make_mesh(tuple(axes[name] for name in names), names, axis_types=types)
+
+
+def _fitting_mesh(axes: dict[str, int], devices: int) -> str:
+    """The change of one axis that takes all devices, the context axis first."""
+    for name in ("context", "data", "fsdp", "tensor"):
+        rest = math.prod(axes.values()) // axes[name]
+        if devices % rest == 0:
+            return f"--config.mesh.{name}={devices // rest}"
+    return f"--config.mesh.context={devices} and 1 for the others"

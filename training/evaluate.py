@@ -44,13 +44,17 @@ class Evaluator:
         self.gzip: tuple[float, int] | None = None  # (bits a byte, bytes) of the text evaluated
         self.last: dict[str, float] = {}
 
-    def __call__(self, params: Any) -> dict[str, float]:
-        """eval/loss (nats a token), eval/bits_per_byte, eval/seconds (compilation left out)."""
+    def __call__(self, params: Any, between: Callable[[], None]) -> dict[str, float]:
+        """eval/loss (nats a token), eval/bits_per_byte, eval/seconds (compilation left out).
+
+        between: called before each batch.
+        """
         began = time.perf_counter()
         compiling = 0.0
         with self._goodput.during("evaluation"):
             carry, sums, texts = self._empty_carry(), [], []
             for batch in self._batches:
+                between()
                 if self._step is None:
                     compiling -= time.perf_counter()
                     with self._goodput.during("compilation"):

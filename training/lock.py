@@ -9,31 +9,36 @@ class LockError(Exception):
     """One line: the folder is in use, or cannot be written to."""
 
 
-def lock(workdir: str) -> IO[str]:
-    """Locks the folder, made where it is missing, until the file is closed or the process ends.
+def lock(folder: str, option: str, *, needed: bool = True) -> IO[str]:
+    """Locks the folder that an option names, made where it is missing, until the file is closed or
+    the process ends.
+
+    Args:
+        needed: whether a file system without locks is an error, else it goes without.
 
     Raises:
         LockError: another process holds the lock, or the folder cannot be written to or locked.
     """
+    place = f"{option}={folder}"
     try:
-        os.makedirs(workdir, exist_ok=True)
-        file = open(os.path.join(workdir, ".lock"), "a")  # noqa: SIM115
+        os.makedirs(folder, exist_ok=True)
+        file = open(os.path.join(folder, ".lock"), "a")  # noqa: SIM115
     except OSError as error:
-        raise _failure(workdir, f"cannot write there ({error.strerror}); try another") from None
+        raise _failure(place, f"cannot write there ({error.strerror}); try another") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _failure(
-            workdir, "another run is using it; wait for its end, or try another"
-        ) from None
+        raise _failure(place, "another run is using it; wait for its end, or try another") from None
     except OSError as error:
+        if not needed:
+            return file
         raise _failure(
-            workdir,
+            place,
             f"its file system has no locks ({error.strerror}); try a local folder, and this one as "
             "config.checkpoint.directory",
         ) from None
     return file
 
 
-def _failure(workdir: str, text: str) -> LockError:
-    return LockError(f"--workdir={workdir}: {text}")
+def _failure(place: str, text: str) -> LockError:
+    return LockError(f"{place}: {text}")

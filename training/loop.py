@@ -48,7 +48,7 @@ class Job:
     votes: tuple[jax.Array, jax.Array]
     batches: Iterator[Batch]
     more: Callable[[], bool]  # whether `batches` has another one
-    evaluate: Callable[[Any], dict[str, float]]
+    evaluate: Callable[[Any, Callable[[], None]], dict[str, float]]  # see Evaluator.__call__
     saver: Saver
     meter: Meter
     writers: Writers
@@ -160,7 +160,11 @@ def _finish(job: Job, flying: _Flying | None, *, last: bool = False) -> bool:
     evaluates = plan.eval_every > 0 and (last or _every(step, plan.eval_every))
     values = {}
     if evaluates:
-        values = job.evaluate(job.state.params)
+        # Who tells a run to stop may soon kill it: the state is safe before a long evaluation ends,
+        # at the price that this step has no score to be kept as the best by.
+        if numbers["stop"]:
+            _save(job, step)
+        values = job.evaluate(job.state.params, lambda: _save_if_told(job, step))
         score = values["eval/loss"]
     if evaluates or last or _every(step, plan.log_every):
         values = job.meter.report(numbers) | values | job.goodput.metrics()
@@ -171,6 +175,11 @@ def _finish(job: Job, flying: _Flying | None, *, last: bool = False) -> bool:
     if last or _due(plan, step):
         job.meter.start()
     return bool(numbers["stop"])
+
+
+def _save_if_told(job: Job, step: int) -> None:
+    if _told_alone(job):
+        _save(job, step)
 
 
 def _save(job: Job, step: int, score: float | None = None) -> None:

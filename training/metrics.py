@@ -113,7 +113,9 @@ def console_text(values: dict[str, float]) -> str:
         "perf/step_time_seconds": "{:.3f} s/step",
         "perf/tokens_per_second": "{:,.0f} tokens/s",
     }
-    return "  ".join(form.format(values[name]) for name, form in names.items() if name in values)
+    shown = [form.format(values[name]) for name, form in names.items() if name in values]
+    skipped = values.get("learning/steps_skipped")
+    return "  ".join([*shown, f"{skipped:.0f} skipped"] if skipped else shown)
 
 
 def duration(seconds: float) -> str:

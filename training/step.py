@@ -222,12 +222,13 @@ def _attended(cfg: ModelConfig, segment_ids: jax.Array) -> jax.Array:
 
 
 def _count(state: TrainState, loss: jax.Array, applied: jax.Array) -> TrainState:
-    """The step's own bookkeeping. A skipped step's loss is no measure of a usual one."""
-    place = state.seen % state.recent.shape[0]
-    kept = jnp.where(applied, loss, state.recent[place])
+    """The step's own bookkeeping. A spike's loss counts among the last ones: after a lasting change
+    of the data the rule gets used to it, where it would skip every step from then on."""
+    place, finite = state.seen % state.recent.shape[0], jnp.isfinite(loss)
+    kept = jnp.where(finite, loss, state.recent[place])
     return state._replace(
         step=state.step + 1,
         skipped=state.skipped + (~applied).astype(jnp.int32),
         recent=state.recent.at[place].set(kept),
-        seen=state.seen + applied.astype(jnp.int32),
+        seen=state.seen + finite.astype(jnp.int32),
     )
