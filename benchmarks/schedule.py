@@ -7,6 +7,7 @@ sees neither stalls nor waits for HBM or other ranks. Loops count by their trip 
 count is not a constant counts once; a predicated region counts as taken.
 """
 
+import itertools
 import pathlib
 import re
 from dataclasses import dataclass, field
@@ -65,17 +66,16 @@ def read(dump: str) -> Schedule:
 
 def weigh(lines: list[str]) -> int:
     """Bundles of one program's schedule, loops by their trip counts."""
+    found = [(match, line) for line in lines if (match := BUNDLE.match(line))]
+    depths = _depths([match for match, _ in found])
     loops = [_Loop(0)]
 
     def close():
         done = loops.pop()
         loops[-1].bundles += done.bundles * done.trips
 
-    for line in lines:
-        match = BUNDLE.match(line)
-        if not match:
-            continue
-        labels, depth, body = match.group(1), match.group(2).count(">"), match.group(3)
+    for (match, line), depth in zip(found, depths):
+        labels, body = match.group(1), match.group(3)
         if body.startswith("}"):  # a delay slot carries no loop marks: it belongs to the loop open
             depth = loops[-1].depth
         while loops[-1].depth > depth:
@@ -91,3 +91,18 @@ def weigh(lines: list[str]) -> int:
     while len(loops) > 1:
         close()
     return loops[0].bundles
+
+
+def _depths(bundles: list[re.Match]) -> list[int]:
+    """How many loops each bundle stands in.
+
+    A loop's bundles may carry fewer marks in its midst. It ends where no more of its depth follow,
+    or where the next one begins (LB).
+    """
+    depths = [match.group(2).count(">") for match in bundles]
+    for depth in range(max(depths, default=0), 0, -1):
+        inside = [i for i, d in enumerate(depths) if d >= depth]
+        for last, following in itertools.pairwise(inside):
+            if "LB" not in bundles[following].group(1):
+                depths[last + 1 : following] = [depth] * (following - last - 1)
+    return depths

@@ -135,3 +135,17 @@ def test_bundles_count_loops_by_their_trips():
         "   0x6   : { %3 = d }",
     ]
     assert weigh(lines) == 1 + 10 * (3 + 5 * 2) + 1
+
+
+def test_a_loop_whose_marks_are_missing_in_its_midst_is_one_loop():
+    test = "/* loop exit test */"
+    lines = [
+        "   0x1 LB: > { %1 = b }",
+        f"   0x2   : > {{ %p = scmp.ge.s32.totalorder %s, 5 {test} }}",
+        "   0x3   : { %2 = c }",
+        "   0x4   : > { %3 = d }",
+        "   0x5   : { %4 = e }",
+        "   0x6 LB: > { %5 = f }",
+        f"   0x7   : > {{ %q = scmp.ge.s32.totalorder %s, 3 {test} }}",
+    ]
+    assert weigh(lines) == 5 * 4 + 1 + 3 * 2

@@ -1,0 +1,108 @@
+"""The short convolution on TPU, forward + VJP: our kernels beside XLA's code for jax.numpy.
+
+    python -m benchmarks.short_conv_tpu
+
+bf16, B 1, 4 taps, D = 6144 (q, k and v of 16 heads of 128), T 8192 over a context axis of 4, silu,
+segment ids and a tail given; compiled for tpu7x:2x2x1, which need not be here. Peak memory of one
+device in decimal MB; bundles as benchmarks/schedule.py reads them. XLA's own loops count once: what
+it says of "chunked", whose weight gradient is a loop, is a lower bound.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+ROWS, TOKENS, CHANNELS, TAPS, RANKS = 1, 8192, 6144, 4, 4
+TOPOLOGY = "tpu7x:2x2x1"
+
+
+def build(devices, implementation: str):
+    """(function, abstract arguments)."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from kernels.segments import plan_segments
+    from kernels.short_conv import short_conv
+
+    mesh, token = Mesh(np.array(devices[:RANKS]), ("context",)), P(None, "context")
+
+    def call(x, weight, tail, ids):
+        segments = plan_segments(ids, "context")
+        return short_conv(
+            x,
+            weight,
+            segments,
+            tail=tail,
+            axis_name="context",
+            implementation=implementation,
+        )
+
+    mapped = jax.shard_map(
+        call, mesh=mesh, in_specs=(token, P(), P(), token), out_specs=(token, P())
+    )
+
+    def function(x, weight, tail, ids, cotangents):
+        value, pull = jax.vjp(lambda *args: mapped(*args, ids), x, weight, tail)
+        return value, pull(cotangents)
+
+    def shape(sizes, dtype, spec):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+
+    x = shape((ROWS, TOKENS, CHANNELS), jnp.bfloat16, token)
+    tail = shape((ROWS, TAPS - 1, CHANNELS), jnp.bfloat16, P())
+    weight = shape((TAPS, CHANNELS), jnp.float32, P())
+    ids = shape((ROWS, TOKENS), jnp.int32, token)
+    return jax.jit(function), (x, weight, tail, ids, (x, tail))
+
+
+def compile_here(implementation: str) -> float:
+    """Peak MB; this process's environment says where schedules go."""
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY).devices
+    function, arguments = build(devices, implementation)
+    compiled = function.lower(*arguments).compile()
+    return compiled.memory_analysis().peak_memory_in_bytes / 1e6
+
+
+def measure(implementation: str) -> str:
+    """A line of the table, compiled in a process of its own."""
+    from benchmarks import schedule
+
+    with tempfile.TemporaryDirectory(prefix="short_conv_tpu_") as dump:
+        child = subprocess.run(
+            [sys.executable, "-m", "benchmarks.short_conv_tpu", "--child", implementation],
+            env=os.environ | schedule.compiler_environment(dump),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        peak, found = json.loads(child.stdout.splitlines()[-1]), schedule.read(dump)
+    kernels = [found.of(f"short_conv_{name}") for name in ("forward", "backward")]
+    return (
+        f"{implementation:10s}  peak {peak:7.2f} MB  bundles {found.total:9d} "
+        f"(our kernels: forward {kernels[0]}, backward {kernels[1]})"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    child = parser.parse_args().child
+    if child:
+        print(json.dumps(compile_here(child)))
+        return
+    for implementation in ("mosaic_tpu", "chunked"):
+        print(measure(implementation), flush=True)
+
+
+if __name__ == "__main__":
+    main()
