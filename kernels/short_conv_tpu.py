@@ -39,6 +39,7 @@ def forward(activation: str | None, x, halo, weight, reach) -> jax.Array:
         in_specs=call.in_specs(lambda t: t),
         out_specs=call.tokens(lambda t: t),
         out_shape=call.like(call.x.shape, x.dtype),
+        scratch_shapes=[call.window()],
         name="short_conv_forward",
     )(*call.operands)
     return y[..., : x.shape[2]]
@@ -65,6 +66,8 @@ def backward(activation: str | None, x, halo, weight, reach, d_y):
         ],
         scratch_shapes=[
             pltpu.VMEM((taps, MOST_TAPS, call.lanes), F32),
+            call.window(),
+            call.window(max(taps - 1, 1)),
         ],
         name="short_conv_backward",
     )(*call.operands, _wide(d_y))
@@ -105,6 +108,10 @@ class _Call:
 
     def tokens(self, place) -> pl.BlockSpec:
         return pl.BlockSpec((1, self.tile, self.lanes), lambda d, b, t: (b, place(t), d))
+
+    def window(self, *lead: int):
+        """A piece and what precedes or follows it, for each lane of channels."""
+        return pltpu.VMEM((self.lanes // LANE, *lead, MOST_TAPS + PIECE, LANE), F32)
 
     def like(self, shape, dtype) -> jax.ShapeDtypeStruct:
         kind = jax.sharding.ManualAxisType(varying=varying_axes(self.operands))
@@ -148,10 +155,13 @@ def _preceding(first, before, halo, reach_before, columns):
     )
 
 
-def _shifts(preceding, own, taps: int) -> list[jax.Array]:
-    """The inputs 0, 1, .. taps - 1 tokens back."""
-    both = jnp.concatenate([preceding, own], axis=0)
-    return [both[MOST_TAPS - j : MOST_TAPS - j + own.shape[0]] for j in range(taps)]
+def _shifts(window, preceding, own, taps: int) -> list[jax.Array]:
+    """The inputs 0, 1, .. taps - 1 tokens back. They go through `window`, memory of [MOST_TAPS +
+    PIECE, LANE]: a load may begin at any token, while a rotation takes the unit that is short."""
+    window[:MOST_TAPS] = preceding
+    window[MOST_TAPS:] = own
+    back = [window[pl.ds(MOST_TAPS - j, own.shape[0])] for j in range(1, taps)]
+    return [own, *back]
 
 
 def _sum_of_taps(weight, masks: _Masks, shifts):
@@ -167,7 +177,7 @@ def _by_distance(weight, column) -> list[jax.Array]:
     return [taps[tap : tap + 1] for tap in reversed(range(taps.shape[0]))]
 
 
-def _forward_kernel(activation, x, before, halo, weight, reach, reach_before, y):
+def _forward_kernel(activation, x, before, halo, weight, reach, reach_before, y, window):
     columns, number = _columns(x.shape[2]), weight.shape[0]
     weights = [_by_distance(weight, c) for c in columns]
 
@@ -175,9 +185,9 @@ def _forward_kernel(activation, x, before, halo, weight, reach, reach_before, y)
         at = _at(i)
         masks = _Masks(reach[0, at, :], number)
         last = []
-        for c, w, p in zip(columns, weights, preceding):
+        for n, (c, w, p) in enumerate(zip(columns, weights, preceding)):
             own = masks.keep(0, x[0, at, c].astype(F32))
-            total = _sum_of_taps(w, masks, _shifts(p, own, number))
+            total = _sum_of_taps(w, masks, _shifts(window.at[n], p, own, number))
             total = jax.nn.silu(total) if activation == "silu" else total
             y[0, at, c] = total.astype(y.dtype)
             last.append(own[-MOST_TAPS:])
@@ -189,7 +199,7 @@ def _forward_kernel(activation, x, before, halo, weight, reach, reach_before, y)
 
 def _backward_kernel(
     activation, x, before, halo, weight, reach, reach_before, d_y,
-    d_x, d_halo, d_weight, behind,
+    d_x, d_halo, d_weight, behind, window, ahead,
 ):  # fmt: skip
     pieces, number, columns = x.shape[1] // PIECE, weight.shape[0], _columns(x.shape[2])
     weights = [_by_distance(weight, c) for c in columns]
@@ -215,7 +225,7 @@ def _backward_kernel(
         for n, (c, w) in enumerate(zip(columns, weights)):
             own = masks.keep(0, x[0, at, c].astype(F32))
             inside = masks_previous.keep(0, x[0, previous, c].astype(F32))[-MOST_TAPS:]
-            shifts = _shifts(jnp.where(i == 0, preceding[n], inside), own, number)
+            shifts = _shifts(window.at[n], jnp.where(i == 0, preceding[n], inside), own, number)
             d_total = d_y[0, at, c].astype(F32)
             if activation == "silu":
                 total = _sum_of_taps(w, masks, shifts)
@@ -225,7 +235,7 @@ def _backward_kernel(
             new_sums.append(
                 tuple(_fold(*args) for args in zip(sums[n], shifts, shares, strict=True))
             )
-            d_own = _sum_of_shares(w, shares, following[n])
+            d_own = _sum_of_shares(ahead.at[n], w, shares, following[n])
             d_x[0, at, c] = masks.keep(0, d_own).astype(d_x.dtype)
             first.append(tuple(share[:MOST_TAPS] for share in shares))
         return tuple(first), tuple(new_sums)
@@ -243,7 +253,8 @@ def _backward_kernel(
     @pl.when(oldest)
     def _():
         for c, w, shares in zip(columns, weights, first):
-            d_halo[0, :, c] = _sum_of_shares(w, (zeros,) * number, shares)
+            parts = ((zeros,) * number, shares)
+            d_halo[0, :, c] = _sum_of_shares(ahead.at[0, :, : 2 * MOST_TAPS], w, *parts)
 
 
 def _fold(total, shifted, share):
@@ -254,11 +265,13 @@ def _fold(total, shifted, share):
     return total
 
 
-def _sum_of_shares(weight, shares, following):
+def _sum_of_shares(window, weight, shares, following):
     """What tokens get from the sums that see them, themselves and those behind them: by distance,
     the sums' gradients where that tap counts, of these tokens and of the MOST_TAPS behind."""
     result = weight[0] * shares[0]
     for j in range(1, len(weight)):
-        both = jnp.concatenate([shares[j], following[j]], axis=0)
-        result += weight[j] * both[j : j + shares[0].shape[0]]
+        length = shares[j].shape[0]
+        window[j - 1, :length] = shares[j]
+        window[j - 1, length:] = following[j]
+        result += weight[j] * window[j - 1, pl.ds(j, length)]
     return result
