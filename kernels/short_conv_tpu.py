@@ -2,10 +2,11 @@
 
 Grid: (channels, rows, tiles of tokens). A step walks its tile in pieces of PIECE tokens, forward
 from first to last, backward from last to first, so that what a piece needs of the next or the last
-one stays in registers. Shifts along tokens are slices of a piece behind the tokens before it (or,
-backward, before those behind it), in float32. What precedes a tile comes from a second, small block
-of the same array, before a rank's first token from `halo`. The backward forms the sum over taps
-again, and adds up the weight's gradient over rows and tiles in its output block.
+one stays in registers. A shift along tokens is a load that begins some tokens earlier, in a small
+window of float32 that holds the piece and the tokens before it (backward: behind it). What precedes
+a tile comes from a second, small block of the same array, before a rank's first token from `halo`.
+The backward forms the sum over taps again, and adds up the weight's gradient over rows and tiles in
+its output block.
 
 A tap counts where `reach`, how many tokens back a token's own segment goes, is at least its
 distance; reach is -1 at padding, whose inputs may be anything.

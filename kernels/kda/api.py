@@ -46,7 +46,8 @@ def kda(
     Args:
         q, k, decay: [B, H, T, K]; v: [B, H, T, V]; beta: [B, H, T]. q, k, v share a dtype, float32
             or bfloat16; decay and beta may be either. T is any length; with axis_name, the rank's
-            part.
+            part. "mosaic_tpu" needs finite numbers at padding too; its bfloat16 is meant for beta
+            |k|^2 <= 1, which a sigmoid and qk_l2norm give (NOTES.md has what happens beyond).
         segments: from `plan_segments` with the same axis_name; None: every row is one segment.
         initial_state: [B, N, H, K, V] float32; the row's n-th segment starts from slot n.
         start_state: [H, K, V] float32; start of the segments beyond N. Without it they start from
