@@ -1,4 +1,7 @@
-"""Which devices a run uses, settled before JAX looks for any: JAX is imported in functions here."""
+"""Which devices a run uses, settled before JAX looks for any, and their mesh.
+
+JAX is imported in functions here.
+"""
 
 import dataclasses
 import glob
