@@ -164,8 +164,7 @@ class ParquetReader:
                 described = metadata.row_group(group)
                 groups.append((number, group))
                 rows.append(described.num_rows)
-                total = described.column(column).total_uncompressed_size
-                sizes.append(total // max(described.num_rows, 1))
+                sizes.append(_mean_size(described.column(column), described.num_rows))
         self._groups = groups
         self._first_rows = np.cumsum([0, *rows])
         # Parquet tells the size of a row group, so each of its rows gets the mean.
@@ -260,6 +259,21 @@ class ArrayRecordReader:
 
     def __getitem__(self, index: int) -> Document:
         return Document(self._source[index])
+
+
+def _mean_size(column: Any, rows: int) -> int:
+    """Returns the bytes a row of a row group's column, 0 only where none has any text."""
+    mean = int(column.total_uncompressed_size) // max(rows, 1)
+    if mean or not column.total_uncompressed_size:
+        return mean
+    # Texts that repeat stand in a dictionary, with less than a byte a row to tell which. So does a
+    # column of empty texts or nulls, which only its statistics tell apart.
+    found = column.statistics
+    if found is None:
+        return 1
+    if found.has_min_max:
+        return int(bool(found.max_raw))  # raw: what is no UTF-8 could not be decoded
+    return int(not found.has_null_count or found.null_count < rows)
 
 
 def _is_text(kind: Any) -> bool:
