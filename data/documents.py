@@ -21,6 +21,8 @@ SPLITS = ("train", "eval")
 # Top-level parts of the standard library that are not its source text: tests, vendored wheels,
 # and what the environment put there.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+# Names of packed files end so. They are refused: left out, a part of the corpus would be missing.
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _SUFFIXES = {"jsonl": ".jsonl", "parquet": ".parquet", "array_record": ".array_record"}
 
 
@@ -188,11 +190,16 @@ def _files(option: str, path: str, suffix: str) -> list[str]:
         found += [
             os.path.join(folder, name)
             for name in names
-            if name.endswith(suffix) and not name.startswith(".")
+            if name.endswith((suffix, *(suffix + end for end in _COMPRESSED)))
+            and not name.startswith(".")
         ]
     for file in found:
         if not os.path.isfile(file):
             refuse(OSError(errno.EINVAL, "a broken link, or no regular file", file))
         if not os.access(file, os.R_OK):
             refuse(OSError(errno.EACCES, os.strerror(errno.EACCES), file))
+        if file.endswith(_COMPRESSED):
+            raise ValueError(
+                f"config.data.{option}={path!r}: {file} is compressed; unpack it or take it away"
+            )
     return sorted(found)
