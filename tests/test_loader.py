@@ -196,26 +196,32 @@ def test_another_sequence_length_goes_on_with_the_same_tokens(config):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "said", "can_go_on"),
     [
-        ({"rows": 2}, "config.data.rows: the saved data position is for 4, this run has 2"),
-        ({"packing": "whole"}, "config.data.packing"),
-        ({"eval_fraction": 0.5}, "config.data.path"),
-        ({"tokenizer": "words"}, "config.data.tokenizer"),
+        ({"rows": 2}, "config.data.rows: the saved data position is for 4, this run has 2", True),
+        ({"packing": "whole"}, "config.data.packing", False),
+        ({"eval_fraction": 0.5}, "config.data.path", True),
+        ({"eval_fraction": 0.5, "packing": "whole"}, "config.data.path", True),
+        ({"tokenizer": "words"}, "config.data.tokenizer", False),
     ],
 )
-def test_a_position_of_other_data_is_refused(config, options, said):
+def test_a_position_of_other_data_is_refused(config, options, said, can_go_on):
+    """With going on as a way out only where that is one."""
     with loader(config) as source:
         next(source)
         state = source.state()
     if "tokenizer" in options:
         state["data"]["tokenizer"] = "words"
-    other = loader(change(config, **{k: v for k, v in options.items() if k != "tokenizer"}))
+    given = change(config, **{k: v for k, v in options.items() if k != "tokenizer"})
+    other = loader(given)
     with pytest.raises(ValueError) as caught:
         other.restore(state)
     assert str(caught.value).startswith(said)
-    assert "go_on" in str(caught.value)
+    assert ("go_on" in str(caught.value)) == can_go_on
+    assert "set it back" in str(caught.value) and "start in a new --workdir" in str(caught.value)
     assert "\n" not in str(caught.value)
+    with contextlib.nullcontext() if can_go_on else pytest.raises(ValueError, match=said):
+        assert loader(change(given, if_changed="go_on")).restore(state).startswith(said)
     with pytest.raises(ValueError, match="version 9"):
         other.restore({**state, "version": 9})
 
