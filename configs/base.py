@@ -78,7 +78,8 @@ def _data() -> ConfigDict:
     data.field = "text"
     # Documents for evaluation, of the same kind as data.path. "": some of data.path are held out.
     data.eval_path = ""
-    # Share of documents held out, by a fixed hash of their names. 0 < x < 1.
+    # Share of documents held out, by a fixed hash of their names (of their numbers in jsonl,
+    # parquet, array_record; a single text file gives up its last lines). 0 < x < 1.
     data.eval_fraction = 0.05
     # "bytes" (258 ids), or the path of a Hugging Face tokenizer.json or a SentencePiece .model.
     data.tokenizer = "bytes"
