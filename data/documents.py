@@ -15,7 +15,14 @@ from typing import NoReturn, Protocol
 import numpy as np
 
 from data.options import DataConfig
-from data.readers import ArrayRecordReader, Document, FileReader, JsonLinesReader, ParquetReader
+from data.readers import (
+    ArrayRecordReader,
+    CutFileReader,
+    Document,
+    FileReader,
+    JsonLinesReader,
+    ParquetReader,
+)
 
 SPLITS = ("train", "eval")
 # Top-level parts of the standard library that are not its source text: tests, vendored wheels,
@@ -158,11 +165,13 @@ def _standard_library() -> FileReader:
     return FileReader(root, files)
 
 
-def _text_files(config: DataConfig, option: str, path: str) -> FileReader:
+def _text_files(config: DataConfig, option: str, path: str) -> Reader:
     root = path if os.path.isdir(path) else os.path.dirname(path)
-    # One file is one document, so what is held out is its end.
-    share = 0.0 if config.eval_path else config.eval_fraction
-    return FileReader(root, _files(option, path, ""), held_out_end=share)
+    files = _files(option, path, "")
+    if len(files) != 1 or option == "eval_path":
+        return FileReader(root, files)
+    # As one document it would be all that every row reads; what is held out is its end.
+    return CutFileReader(root, files[0], 0.0 if config.eval_path else config.eval_fraction)
 
 
 def _files(option: str, path: str, suffix: str) -> list[str]:

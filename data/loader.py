@@ -56,6 +56,8 @@ def make_loader(
     tokenizer = make_tokenizer(config.tokenizer, config.bos_token, config.eos_token)
     source = open_source(config, split)
     _check_mesh(config, mesh)
+    if split == "train":
+        _check_documents(config, source, mesh)
     loader = Loader(
         source, tokenizer, config, split, mesh, seed=seed, windows=windows, max_batches=max_batches
     )
@@ -75,6 +77,25 @@ def _check_mesh(config: DataConfig, mesh: Mesh) -> None:
                 f"config.data.{name}={given}: needs a multiple of {axes} = {parts}, such as "
                 + " or ".join(str(value) for value in near)
             )
+
+
+def _check_documents(config: DataConfig, source: DocumentSource, mesh: Mesh) -> None:
+    """Refuses an endless training in which streams would be dealt nothing epoch after epoch.
+
+    They go on at once to the next epoch, so that all of them soon read the same texts in lockstep.
+    With a number of epochs they end, and their rows are padded.
+    """
+    found = int(np.count_nonzero(source.sizes))
+    if config.epochs or found >= config.rows:
+        return
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    fewer = found // shards * shards
+    raise ValueError(
+        f"config.data.rows={config.rows}: needs at least as many training documents, or rows would "
+        f"read the same text at the same steps; there {'is' if found == 1 else 'are'} {found}; "
+        + (f"try --config.data.rows={fewer}, or cut" if fewer else "cut")
+        + f" {'it' if found == 1 else 'them'} into more documents"
+    )
 
 
 class _Placed(NamedTuple):
