@@ -69,7 +69,8 @@ def _data() -> ConfigDict:
     data = ConfigDict()
     # Where documents come from: "stdlib", "text", "jsonl", "parquet", "array_record".
     #   stdlib: the running Python's own standard library, one document a .py file.
-    #   text: a file (one document), or a folder (one document a file, all depths).
+    #   text: a folder (one document a file, all depths), or a single file, which for training is
+    #     cut at lines into documents of 64 KiB.
     #   jsonl, parquet, array_record: a file or a folder of them, one document a line, row, record.
     data.source = "stdlib"
     # File or folder. Needed by every source but stdlib, which takes none.
@@ -78,7 +79,8 @@ def _data() -> ConfigDict:
     data.field = "text"
     # Documents for evaluation, of the same kind as data.path. "": some of data.path are held out.
     data.eval_path = ""
-    # Share of documents held out, by a fixed hash of their names. 0 < x < 1.
+    # Share of documents held out, by a fixed hash of their names (of their numbers in jsonl,
+    # parquet, array_record; a single text file gives up its last lines). 0 < x < 1.
     data.eval_fraction = 0.05
     # "bytes" (258 ids), or the path of a Hugging Face tokenizer.json or a SentencePiece .model.
     data.tokenizer = "bytes"
@@ -87,7 +89,8 @@ def _data() -> ConfigDict:
     data.eos_token = ""
     # Tokens a row, over the whole context axis. >= 2, a multiple of mesh.context.
     data.sequence_length = 2048
-    # Rows a step, over all devices. >= 1, a multiple of mesh.data * mesh.fsdp.
+    # Rows a step, over all devices. >= 1, a multiple of mesh.data * mesh.fsdp; with data.epochs = 0
+    # no more than there are training documents.
     data.rows = 4
     # "stream": a row is a stream, a long document goes on in the same row of the next batch.
     # "whole": documents whole in a row, longer ones cut into independent pieces.

@@ -17,7 +17,9 @@ same deal and then reads only the documents of its own rows.
 
 So nothing is padded between epochs, and each stream reads epoch e's documents before those of
 e + 1. After the last epoch streams that end early are padded until the longest ends. A stream may
-be dealt nothing in a hand (fewer documents than rows) and then goes straight on to the next.
+be dealt nothing in a hand (an epoch's last, or fewer documents than rows) and then goes straight on
+to the next. Of the latter kind all hands would be alike, and all streams soon be in lockstep, so
+make_loader refuses an endless training of fewer documents than rows.
 
 Sizes are only there to balance: bytes, or an estimate where the format hides them.
 

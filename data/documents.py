@@ -15,12 +15,21 @@ from typing import NoReturn, Protocol
 import numpy as np
 
 from data.options import DataConfig
-from data.readers import ArrayRecordReader, Document, FileReader, JsonLinesReader, ParquetReader
+from data.readers import (
+    ArrayRecordReader,
+    CutFileReader,
+    Document,
+    FileReader,
+    JsonLinesReader,
+    ParquetReader,
+)
 
 SPLITS = ("train", "eval")
 # Top-level parts of the standard library that are not its source text: tests, vendored wheels,
 # and what the environment put there.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+# Names of packed files end so. They are refused: left out, a part of the corpus would be missing.
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _SUFFIXES = {"jsonl": ".jsonl", "parquet": ".parquet", "array_record": ".array_record"}
 
 
@@ -156,11 +165,13 @@ def _standard_library() -> FileReader:
     return FileReader(root, files)
 
 
-def _text_files(config: DataConfig, option: str, path: str) -> FileReader:
+def _text_files(config: DataConfig, option: str, path: str) -> Reader:
     root = path if os.path.isdir(path) else os.path.dirname(path)
-    # One file is one document, so what is held out is its end.
-    share = 0.0 if config.eval_path else config.eval_fraction
-    return FileReader(root, _files(option, path, ""), held_out_end=share)
+    files = _files(option, path, "")
+    if len(files) != 1 or option == "eval_path":
+        return FileReader(root, files)
+    # As one document it would be all that every row reads; what is held out is its end.
+    return CutFileReader(root, files[0], 0.0 if config.eval_path else config.eval_fraction)
 
 
 def _files(option: str, path: str, suffix: str) -> list[str]:
@@ -188,11 +199,16 @@ def _files(option: str, path: str, suffix: str) -> list[str]:
         found += [
             os.path.join(folder, name)
             for name in names
-            if name.endswith(suffix) and not name.startswith(".")
+            if name.endswith((suffix, *(suffix + end for end in _COMPRESSED)))
+            and not name.startswith(".")
         ]
     for file in found:
         if not os.path.isfile(file):
             refuse(OSError(errno.EINVAL, "a broken link, or no regular file", file))
         if not os.access(file, os.R_OK):
             refuse(OSError(errno.EACCES, os.strerror(errno.EACCES), file))
+        if file.endswith(_COMPRESSED):
+            raise ValueError(
+                f"config.data.{option}={path!r}: {file} is compressed; unpack it or take it away"
+            )
     return sorted(found)

@@ -56,6 +56,8 @@ def make_loader(
     tokenizer = make_tokenizer(config.tokenizer, config.bos_token, config.eos_token)
     source = open_source(config, split)
     _check_mesh(config, mesh)
+    if split == "train":
+        _check_documents(config, source, mesh)
     loader = Loader(
         source, tokenizer, config, split, mesh, seed=seed, windows=windows, max_batches=max_batches
     )
@@ -75,6 +77,25 @@ def _check_mesh(config: DataConfig, mesh: Mesh) -> None:
                 f"config.data.{name}={given}: needs a multiple of {axes} = {parts}, such as "
                 + " or ".join(str(value) for value in near)
             )
+
+
+def _check_documents(config: DataConfig, source: DocumentSource, mesh: Mesh) -> None:
+    """Refuses an endless training in which streams would be dealt nothing epoch after epoch.
+
+    They go on at once to the next epoch, so that all of them soon read the same texts in lockstep.
+    With a number of epochs they end, and their rows are padded.
+    """
+    found = int(np.count_nonzero(source.sizes))
+    if config.epochs or found >= config.rows:
+        return
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    fewer = found // shards * shards
+    raise ValueError(
+        f"config.data.rows={config.rows}: needs at least as many training documents, or rows would "
+        f"read the same text at the same steps; there {'is' if found == 1 else 'are'} {found}; "
+        + (f"try --config.data.rows={fewer}, or cut" if fewer else "cut")
+        + f" {'it' if found == 1 else 'them'} into more documents"
+    )
 
 
 class _Placed(NamedTuple):
@@ -258,6 +279,8 @@ class Loader:
             self._move_to(records, state["batches"])
             return ""
         if self._config.if_changed == "refuse":
+            if _why_not_go_on(state["data"], self._identity()):
+                raise ValueError(f"{changed[0]}; set it back or start in a new --workdir")
             raise ValueError(
                 f"{changed[0]}; set it back, start in a new --workdir, or let the run go on with "
                 "--config.data.if_changed=go_on"
@@ -267,15 +290,13 @@ class Loader:
     def _go_on(self, state: dict[str, Any], records: np.ndarray, changed: list[str]) -> str:
         """Goes on from a position of another deal, or of other documents."""
         saved, given = state["data"], self._identity()
-        if saved["tokenizer"] != given["tokenizer"]:
-            raise ValueError(f"{changed[0]}; a model cannot go on with other ids")
+        if why_not := _why_not_go_on(saved, given):
+            raise ValueError(f"{changed[0]}; {why_not}")
         start = _start(self._config.rows)
-        if (saved["source"], saved["path"]) != (given["source"], given["path"]):
+        if _other_documents(saved, given):
             self._earlier = None
             self._move_to(start, state["batches"])
             return f"{changed[0]}: reading the documents there from their beginning"
-        if "whole" in (saved["packing"], given["packing"]):
-            raise ValueError(f"{changed[0]}; only packing 'stream' can be dealt anew")
         old = [Record.from_ints(ints) for ints in records]
         positions = [[int(value) for value in record.position] for record in old]
         self._earlier = Earlier.to_json(positions, saved["seed"], state["earlier"])
@@ -432,6 +453,20 @@ def differences(saved: dict[str, Any], given: dict[str, Any]) -> list[str]:
                 f"{_option(name)}: the saved data position is for {was}, this run has {now}"
             )
     return lines
+
+
+def _other_documents(saved: dict[str, Any], given: dict[str, Any]) -> bool:
+    """Tells whether two loaders' identities are of different documents."""
+    return (saved["source"], saved["path"]) != (given["source"], given["path"])
+
+
+def _why_not_go_on(saved: dict[str, Any], given: dict[str, Any]) -> str:
+    """Returns why no loader can go on from a saved identity that differs; "" where one can."""
+    if saved["tokenizer"] != given["tokenizer"]:
+        return "a model cannot go on with other ids"
+    if "whole" in (saved["packing"], given["packing"]) and not _other_documents(saved, given):
+        return "only packing 'stream' can be dealt anew"
+    return ""
 
 
 def _option(name: str) -> str:

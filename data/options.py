@@ -13,7 +13,8 @@ class DataConfig:
 
     # Where documents come from:
     #   "stdlib"        the running Python's own standard library, one document a .py file
-    #   "text"          a file (one document) or a folder (one document a file, all depths)
+    #   "text"          a folder (one document a file, all depths), or a single file, which for
+    #                   training is cut at lines into documents of 64 KiB
     #   "jsonl"         a .jsonl file or a folder of them, one document a line, text under `field`
     #   "parquet"       a .parquet file or a folder of them, one document a row, text in `field`
     #   "array_record"  an .array_record file or a folder of them, one document (bytes) a record
@@ -39,7 +40,7 @@ class DataConfig:
     # Tokens a row, over the whole context axis. >= 2, a multiple of the context axis.
     sequence_length: int = 2048
     # Rows a step, over all hosts (times windows_per_step windows). >= 1, a multiple of
-    # mesh.data * mesh.fsdp.
+    # mesh.data * mesh.fsdp; without `epochs` no more than there are training documents.
     rows: int = 4
     # "stream": each row is a stream, long documents go on in the same row of the next batch.
     # "whole": documents whole in a row, longer ones cut into independent pieces.

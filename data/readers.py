@@ -10,13 +10,19 @@ import hashlib
 import json
 import mmap
 import os
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 # Documents that are files, or ends of one, are mapped from this size on, not read: the streams of a
 # batch may all be inside one.
 _MAPPED_BYTES = 1 << 24
+# A single text file is cut into documents of this size: rows then have texts of their own, and an
+# epoch has an order to shuffle. It is fixed, so that a saved position means the same with other
+# rows. A file of 1 MiB is enough for 15 rows, and 16k tokens of four bytes still lie in one text.
+_CUT_BYTES = 1 << 16
+# How far to look for the line start at which a text file's held-out end begins.
+_LINE_BYTES = 1 << 20
 # Decoded Parquet row groups kept by a process. Shuffled reading jumps between row groups, so a
 # corpus up to this size is decoded once; a larger one is faster as JSONL or ArrayRecord.
 _PARQUET_CACHE_BYTES = 1 << 30
@@ -40,50 +46,56 @@ _BROKEN = Document(b"", broken=True)
 
 
 class FileReader:
-    """One document a file.
+    """One document a file."""
 
-    held_out_end: with a single file, that share of its bytes, from the next line on, is a second
-    document, and the one to hold out.
-    """
-
-    def __init__(self, root: str, files: list[str], held_out_end: float = 0.0):
-        sizes = {file: os.path.getsize(file) for file in files}
-        names = {os.path.relpath(file, root).replace(os.sep, "/"): file for file in files}
+    def __init__(self, root: str, files: list[str]):
+        names = {_name(root, file): file for file in files}
         self._names = sorted(names)
         self._files = [names[name] for name in self._names]
-        self._spans = [(0, sizes[file]) for file in self._files]
-        self._held_out_end = bool(held_out_end) and len(files) == 1
-        if self._held_out_end:
-            self._names *= 2
-            self._files *= 2
-            cut = _line_start(files[0], int(sizes[files[0]] * (1 - held_out_end)))
-            self._spans = [(0, cut), (cut, sizes[files[0]])]
-        self.sizes = np.asarray([stop - start for start, stop in self._spans], np.int64)
-        self.fingerprint = _digest(self._names, self._spans)
+        sizes = [os.path.getsize(file) for file in self._files]
+        self.sizes = np.asarray(sizes, np.int64)
+        self.fingerprint = _digest(self._names, [(0, size) for size in sizes])
 
     def __len__(self) -> int:
         return len(self._files)
 
     def hashes(self) -> np.ndarray:
-        if self._held_out_end:
-            return np.asarray([1.0, 0.0])
         return np.asarray([_share(name) for name in self._names])
 
     def __getitem__(self, index: int) -> Document:
-        start, stop = self._spans[index]
-        with open(self._files[index], "rb") as file:
-            if stop - start >= _MAPPED_BYTES:
-                # A map can only begin at such a multiple.
-                before = start % mmap.ALLOCATIONGRANULARITY
-                mapped = mmap.mmap(
-                    file.fileno(),
-                    stop - start + before,
-                    access=mmap.ACCESS_READ,
-                    offset=start - before,
-                )
-                return Document(memoryview(mapped)[before:] if before else mapped)
-            file.seek(start)
-            return Document(file.read(stop - start))
+        return Document(_span(self._files[index], 0, int(self.sizes[index])))
+
+
+class CutFileReader:
+    """One text file, cut at line starts into documents of `_CUT_BYTES` or a little more.
+
+    held_out_end: that share of its bytes, from the next line on, is left whole as the last document
+    and is the one to hold out. 0.0: there is none.
+    """
+
+    def __init__(self, root: str, file: str, held_out_end: float):
+        self._file = file
+        self._held_out_end = bool(held_out_end)
+        end = size = os.path.getsize(file)
+        with open(file, "rb") as opened:
+            if held_out_end:
+                end = _line_start(opened, int(size * (1 - held_out_end)), _LINE_BYTES)
+            self._spans = _cut(opened, end)
+        if held_out_end:
+            self._spans.append((end, size))
+        self.sizes = np.asarray([stop - start for start, stop in self._spans], np.int64)
+        self.fingerprint = _digest([_name(root, file)] * len(self._spans), self._spans)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def hashes(self) -> np.ndarray:
+        hashes = np.ones(len(self._spans))
+        hashes[-1] = 0.0 if self._held_out_end else 1.0
+        return hashes
+
+    def __getitem__(self, index: int) -> Document:
+        return Document(_span(self._file, *self._spans[index]))
 
 
 class JsonLinesReader:
@@ -164,8 +176,7 @@ class ParquetReader:
                 described = metadata.row_group(group)
                 groups.append((number, group))
                 rows.append(described.num_rows)
-                total = described.column(column).total_uncompressed_size
-                sizes.append(total // max(described.num_rows, 1))
+                sizes.append(_mean_size(described.column(column), described.num_rows))
         self._groups = groups
         self._first_rows = np.cumsum([0, *rows])
         # Parquet tells the size of a row group, so each of its rows gets the mean.
@@ -262,6 +273,21 @@ class ArrayRecordReader:
         return Document(self._source[index])
 
 
+def _mean_size(column: Any, rows: int) -> int:
+    """Returns the bytes a row of a row group's column, 0 only where none has any text."""
+    mean = int(column.total_uncompressed_size) // max(rows, 1)
+    if mean or not column.total_uncompressed_size:
+        return mean
+    # Texts that repeat stand in a dictionary, with less than a byte a row to tell which. So does a
+    # column of empty texts or nulls, which only its statistics tell apart.
+    found = column.statistics
+    if found is None:
+        return 1
+    if found.has_min_max:
+        return int(bool(found.max_raw))  # raw: what is no UTF-8 could not be decoded
+    return int(not found.has_null_count or found.null_count < rows)
+
+
 def _is_text(kind: Any) -> bool:
     """Tells whether an Arrow type is string or binary, plain or as a dictionary."""
     import pyarrow.types as types
@@ -293,16 +319,53 @@ def _lines(file: str) -> tuple[np.ndarray, np.ndarray]:
     return starts[kept], (stops - starts)[kept]
 
 
-def _line_start(file: str, near: int) -> int:
-    """Returns where the first line after byte `near` starts; `near` itself if there is none."""
+def _name(root: str, file: str) -> str:
+    """Returns a file's name below the root, the same on every system."""
+    return os.path.relpath(file, root).replace(os.sep, "/")
+
+
+def _span(file: str, start: int, stop: int) -> Text:
+    """Returns a file's bytes from `start` to `stop`, mapped where they are many."""
     with open(file, "rb") as opened:
-        opened.seek(near)
-        rest = opened.read(1 << 20)
-    newline = rest.find(b"\n")
-    if 0 <= newline < len(rest) - 1:
-        return near + newline + 1
+        if stop - start >= _MAPPED_BYTES:
+            # A map can only begin at such a multiple.
+            before = start % mmap.ALLOCATIONGRANULARITY
+            mapped = mmap.mmap(
+                opened.fileno(),
+                stop - start + before,
+                access=mmap.ACCESS_READ,
+                offset=start - before,
+            )
+            return memoryview(mapped)[before:] if before else mapped
+        opened.seek(start)
+        return opened.read(stop - start)
+
+
+def _cut(opened: BinaryIO, end: int) -> list[tuple[int, int]]:
+    """Returns the spans, in order, of the documents that a text file is cut into up to `end`."""
+    spans, start = [], 0
+    # Three more bytes may belong to a character that begins before the cut.
+    while end - start > _CUT_BYTES + 3:
+        # A line that does not end within as much again is cut inside.
+        stop = min(_line_start(opened, start + _CUT_BYTES, _CUT_BYTES), end)
+        spans.append((start, stop))
+        start = stop
+    if start < end or not spans:
+        spans.append((start, end))
+    return spans
+
+
+def _line_start(opened: BinaryIO, near: int, within: int) -> int:
+    """Returns where the first line after byte `near` starts.
+
+    Where none does within so many bytes, `near` itself or the end of the character it lies in.
+    """
+    opened.seek(near)
+    line = opened.readline(within)
+    if line.endswith(b"\n") and opened.read(1):
+        return near + len(line)
     # No line to go by: at least not inside a character.
-    return near + next((i for i, byte in enumerate(rest[:4]) if byte & 0xC0 != 0x80), 0)
+    return near + next((i for i, byte in enumerate(line[:4]) if byte & 0xC0 != 0x80), 0)
 
 
 def _to_bytes(text: str) -> bytes:

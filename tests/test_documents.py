@@ -229,6 +229,28 @@ def test_a_folder_that_cannot_be_listed_is_told(tmp_path, monkeypatch):
         open_source(DataConfig(source="text", path=str(tmp_path)), "train")
 
 
+@pytest.mark.parametrize("end", [".gz", ".zst", ".xz", ".bz2"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_compressed_files_are_refused(kind, end, tmp_path):
+    """Next to others, where they would be left out or read as they are, and on their own."""
+    path = Path(write(kind, tmp_path, TEXTS))
+    folder = path if path.is_dir() else path.parent
+    suffix = ".txt" if kind == "text" else f".{kind}"
+    packed = folder / "more" / f"c{suffix}{end}"
+    packed.parent.mkdir()
+    packed.write_bytes(b"packed")
+    said = f"{packed} is compressed; unpack it or take it away"
+    for given in (folder, packed):
+        with pytest.raises(ValueError) as caught:
+            open_source(DataConfig(source=kind, path=str(given)), "train")
+        assert str(caught.value) == f"config.data.path={str(given)!r}: {said}"
+    evaluation = DataConfig(source=kind, path=str(folder), eval_path=str(packed))
+    with pytest.raises(ValueError, match=r"^config\.data\.eval_path=.* is compressed; unpack it"):
+        open_source(evaluation, "eval")
+    packed.rename(packed.with_name(f".hidden{suffix}{end}"))
+    assert sorted(both(DataConfig(source=kind, path=str(folder)))) == sorted(TEXTS)
+
+
 def test_an_evaluation_without_text_is_refused(tmp_path):
     """Its loss would be 0, and the best of all checkpoints'."""
     (tmp_path / "train.jsonl").write_text('{"text": "hello"}\n' * 9)

@@ -105,6 +105,67 @@ def test_targets_cross_ranks_and_rows(config):
 
 
 @pytest.mark.parametrize("packing", ["stream", "whole"])
+def test_rows_of_a_single_text_file_differ(tmp_path, packing):
+    """Each row reads parts of its own: within an epoch no line is read twice."""
+    file = tmp_path / "input.txt"
+    text = b"".join(b"%07d\n" % number for number in range(64_000))
+    file.write_bytes(text)
+    options = DataConfig(
+        source="text", path=str(file), eval_path=str(file), rows=4, sequence_length=512
+    )
+    with loader(change(options, packing=packing)) as source:
+        made = [np.asarray(next(source).tokens)[0] for _ in range(100)]
+    for rows in made:
+        assert len({row.tobytes() for row in rows}) == 4
+    # The lines that lie whole in a row of a batch, which tells them apart in either packing.
+    parts = [bytes(row[row < 256].astype(np.uint8)).split(b"\n") for rows in made for row in rows]
+    lines = [line for part in parts for line in part[1:-1] if len(line) == 7]
+    assert len(lines) > 20_000
+    assert len(set(lines)) == len(lines)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_fewer_documents_than_rows_are_refused(tmp_path, count, shards):
+    """Where training has no end, as all rows would read the same."""
+    lines = [json.dumps({"text": f"{number} document "}) for number in range(count)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    options = DataConfig(
+        source="jsonl",
+        path=str(tmp_path / "a.jsonl"),
+        eval_path=str(tmp_path / "a.jsonl"),
+        sequence_length=8,
+        rows=4,
+    )
+    mesh = make_mesh(data=shards)
+    if count == 4:
+        with loader(options, mesh=mesh) as source:
+            assert len({tuple(row) for row in take(source, 1)[0]["tokens"][0]}) == 4
+        return
+    with pytest.raises(ValueError) as caught:
+        loader(options, mesh=mesh)
+    fewer = count // shards * shards
+    assert str(caught.value) == (
+        "config.data.rows=4: needs at least as many training documents, or rows would read the "
+        f"same text at the same steps; there {'are 3' if count == 3 else 'is 1'}; "
+        + (f"try --config.data.rows={fewer}, or " if fewer else "")
+        + f"cut {'them' if count == 3 else 'it'} into more documents"
+    )
+    for made in (loader(change(options, epochs=1), mesh=mesh), loader(options, "eval", mesh=mesh)):
+        tokens = [np.count_nonzero(batch.segment_ids) for batch in made]
+        assert sum(tokens) == count * (len("0 document ") + 2)
+    if fewer:
+        loader(change(options, rows=fewer), mesh=mesh).close()
+
+
+def test_empty_documents_do_not_count_for_rows(config):
+    for file in sorted(Path(config.path).iterdir())[2:]:
+        file.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"there are 2; try --config\.data\.rows=2, or cut"):
+        loader(change(config, eval_path=config.path))
+
+
+@pytest.mark.parametrize("packing", ["stream", "whole"])
 def test_restored_anywhere_the_same_batches_follow(config, packing):
     """From every position of two epochs, whatever ran ahead; the position is plain JSON."""
     config = change(config, packing=packing, epochs=2, packing_bins=3)
@@ -196,26 +257,32 @@ def test_another_sequence_length_goes_on_with_the_same_tokens(config):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "said", "can_go_on"),
     [
-        ({"rows": 2}, "config.data.rows: the saved data position is for 4, this run has 2"),
-        ({"packing": "whole"}, "config.data.packing"),
-        ({"eval_fraction": 0.5}, "config.data.path"),
-        ({"tokenizer": "words"}, "config.data.tokenizer"),
+        ({"rows": 2}, "config.data.rows: the saved data position is for 4, this run has 2", True),
+        ({"packing": "whole"}, "config.data.packing", False),
+        ({"eval_fraction": 0.5}, "config.data.path", True),
+        ({"eval_fraction": 0.5, "packing": "whole"}, "config.data.path", True),
+        ({"tokenizer": "words"}, "config.data.tokenizer", False),
     ],
 )
-def test_a_position_of_other_data_is_refused(config, options, said):
+def test_a_position_of_other_data_is_refused(config, options, said, can_go_on):
+    """With going on as a way out only where that is one."""
     with loader(config) as source:
         next(source)
         state = source.state()
     if "tokenizer" in options:
         state["data"]["tokenizer"] = "words"
-    other = loader(change(config, **{k: v for k, v in options.items() if k != "tokenizer"}))
+    given = change(config, **{k: v for k, v in options.items() if k != "tokenizer"})
+    other = loader(given)
     with pytest.raises(ValueError) as caught:
         other.restore(state)
     assert str(caught.value).startswith(said)
-    assert "go_on" in str(caught.value)
+    assert ("go_on" in str(caught.value)) == can_go_on
+    assert "set it back" in str(caught.value) and "start in a new --workdir" in str(caught.value)
     assert "\n" not in str(caught.value)
+    with contextlib.nullcontext() if can_go_on else pytest.raises(ValueError, match=said):
+        assert loader(change(given, if_changed="go_on")).restore(state).startswith(said)
     with pytest.raises(ValueError, match="version 9"):
         other.restore({**state, "version": 9})
 
