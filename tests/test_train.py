@@ -144,13 +144,16 @@ def test_told_to_stop_before_the_first_step(tmp_path):
 
 
 def test_told_to_stop_twice_ends_at_once(tmp_path):
-    run = Running(tmp_path, "--config.train.steps=100000")
-    run.until(" parameters")
+    """In an evaluation of all held-out text, which takes most of a minute."""
+    run = Running(tmp_path, "--config.eval.every=1", "--config.eval.batches=0")
+    run.until("compiled in")
+    time.sleep(2)
     run.signal(signal.SIGTERM)
     run.until("stopping after the step")
-    time.sleep(1.1 * ECHO_SECONDS)
+    time.sleep(5 * ECHO_SECONDS)  # by far enough for the save
     run.signal(signal.SIGTERM)
     assert "ending at once" in run.end(128 + signal.SIGTERM)
+    assert steps_on_disk(tmp_path) == [1], "saved when told, before the evaluation's end"
 
 
 def test_a_profile_is_written_by_option_and_on_a_signal(tmp_path):
