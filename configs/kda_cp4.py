@@ -3,7 +3,7 @@
     python train.py --config configs/kda_cp4.py
 
 Heads are K = V = 128, what the TPU kernels take: the same file runs on four TPU devices (chips; on
-v7x the cores of two). On two CPU cores it takes six minutes and ends at about 2.23 bits a byte of
+v7x the cores of two). On two CPU cores it takes six minutes and ends at about 2.27 bits a byte of
 validation text (README.md, "Measured").
 """
 
