@@ -5,28 +5,17 @@ shows. A case costs seconds to compile: profiles that differ in their numbers on
 case covers several features at once.
 """
 
-import contextlib
-
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from jax.experimental.pallas import tpu as pltpu
 
 from kernels.kda import backward
 from tests import kda_cases
+from tests.compiling import interpreted
 from tests.kda_cases import TOKENS, check, ids_of, make_case, oracle
 from tests.tolerances import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32, KDA_BOUNDS_NEAR_KEYS
 
 SLOW_BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.slow)
 BOUNDS = {"float32": KDA_BOUNDS_FLOAT32, "bfloat16": KDA_BOUNDS_BFLOAT16}
-
-
-@contextlib.contextmanager
-def interpreted():
-    params = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
-    with pltpu.force_tpu_interpret_mode(params):
-        yield
-    assert not interpret_pallas_call.races.races_found
 
 
 def case_of(ids, **options):

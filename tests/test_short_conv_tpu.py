@@ -7,32 +7,21 @@ os.environ.update(
     TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
 )
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental import topologies
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from kernels import short_conv_tpu
 from kernels.segments import plan_segments
 from kernels.short_conv import short_conv
+from tests.compiling import interpreted
 from tests.kda_cases import error
 from tests.test_short_conv import IDS, compiled, example, oracle
 from tests.tolerances import CONVOLUTION_BFLOAT16, CONVOLUTION_FLOAT32
-
-
-@contextlib.contextmanager
-def interpreted():
-    params = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
-    with pltpu.force_tpu_interpret_mode(params):
-        yield
-    assert not interpret_pallas_call.races.races_found
 
 
 @pytest.fixture(autouse=True)
