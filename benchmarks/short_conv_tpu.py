@@ -15,14 +15,14 @@ import subprocess
 import sys
 import tempfile
 
-ROWS, TOKENS, CHANNELS, TAPS, RANKS = 1, 8192, 6144, 4, 4
+SHAPE = (1, 8192, 6144)  # B, T, D
+TAPS, RANKS = 4, 4
 TOPOLOGY = "tpu7x:2x2x1"
 
 
-def build(devices, implementation: str):
-    """(function, abstract arguments)."""
+def build(devices, implementation: str | None, sizes=SHAPE, dtype: str = "bfloat16"):
+    """(function, abstract arguments), x of `sizes` and `dtype` over a context axis of RANKS."""
     import jax
-    import jax.numpy as jnp
     import numpy as np
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
@@ -54,10 +54,9 @@ def build(devices, implementation: str):
     def shape(sizes, dtype, spec):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
 
-    x = shape((ROWS, TOKENS, CHANNELS), jnp.bfloat16, token)
-    tail = shape((ROWS, TAPS - 1, CHANNELS), jnp.bfloat16, P())
-    weight = shape((TAPS, CHANNELS), jnp.float32, P())
-    ids = shape((ROWS, TOKENS), jnp.int32, token)
+    rows, tokens, channels = sizes
+    x, tail = shape(sizes, dtype, token), shape((rows, TAPS - 1, channels), dtype, P())
+    weight, ids = shape((TAPS, channels), "float32", P()), shape((rows, tokens), "int32", token)
     return jax.jit(function), (x, weight, tail, ids, (x, tail))
 
 

@@ -134,7 +134,7 @@ class Manager:
             CheckpointError: this save could not start, or an earlier one failed.
         """
         if step in self._orbax.all_steps():
-            return  # restored from this very step: it is there and whole
+            return  # restored from this very step, or saved since: it is there
         self.wait()
         record = {
             "format": FORMAT,

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
+from benchmarks.short_conv_tpu import RANKS, build
 from kernels import short_conv_tpu
 from kernels.segments import plan_segments
 from kernels.short_conv import short_conv
@@ -97,27 +96,10 @@ def test_compiles_for_tpus(topology, dtype, monkeypatch):
     float32 as large as the inputs is left in between."""
     monkeypatch.undo()
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    mesh, token = Mesh(np.array(devices[:4]), ("context",)), P(None, "context")
-
-    def call(x, weight, tail, ids):
-        segments = plan_segments(ids, "context")
-        return short_conv(x, weight, segments, tail=tail, axis_name="context")
-
-    mapped = jax.shard_map(
-        call, mesh=mesh, in_specs=(token, P(), P(), token), out_specs=(token, P())
-    )
-
-    def function(x, weight, tail, ids, cotangents):
-        value, pull = jax.vjp(lambda *args: mapped(*args, ids), x, weight, tail)
-        return value, pull(cotangents)
-
-    def shape(sizes, kind, spec):
-        return jax.ShapeDtypeStruct(sizes, kind, sharding=jax.NamedSharding(mesh, spec))
-
-    x, tail = shape((2, 4096, 768), dtype, token), shape((2, 3, 768), dtype, P())
-    ids, weight = shape((2, 4096), "int32", token), shape((4, 768), "float32", P())
-    done = jax.jit(function).lower(x, weight, tail, ids, (x, tail)).compile()
+    function, arguments = build(devices, None, (2, 4096, 768), dtype)
+    done = function.lower(*arguments).compile()
     text = done.as_text()
     assert "short_conv_forward" in text and "short_conv_backward" in text
-    local = x.size // 4 * x.dtype.itemsize
+    x = arguments[0]
+    local = x.size // RANKS * x.dtype.itemsize
     assert done.memory_analysis().temp_size_in_bytes < 2 * local
