@@ -4,8 +4,10 @@ What holds in both alike: test_manager.py.
 """
 
 import signal
+import threading
 
 import pytest
+from orbax.checkpoint._src.futures.future import _SignalingThread
 
 from checkpoints.manager import CheckpointError, Manager, Retention
 from tests.fake_gcs import Hold, refuse
@@ -29,6 +31,14 @@ def saved(place, lines, *steps: int) -> Manager:
         manager.save(step, arrays(seed=step), {"position": step})
     manager.wait()
     return manager
+
+
+def wait_for_writers():
+    """A save that failed in one thread goes on in others; a run that ends takes them along."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _SignalingThread):
+            thread.join(60)
+            assert not thread.is_alive(), thread
 
 
 def test_a_bucket_that_does_not_exist_is_one_line(gcs):
@@ -61,6 +71,7 @@ def test_a_refused_save_is_one_line_and_made_up_for(gcs, place, lines, at):
         manager.save(2, arrays(seed=2), {})
         manager.wait()
     assert "\n" not in str(caught.value) and gcs.fault.seen
+    wait_for_writers()
     gcs.fault = lambda request: None
     manager = Manager(place, KEEP, lines.append)
     assert len(lines) == 1 and f"{place}/2: its save was interrupted" in lines[0]
