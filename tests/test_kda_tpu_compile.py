@@ -6,6 +6,7 @@ lockstep.
 """
 
 import os
+import re
 
 os.environ.update(
     TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
@@ -19,6 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import kda_tpu
 from benchmarks.schedule import weigh
 from kernels.kda import kda
 from kernels.segments import plan_segments
@@ -77,9 +79,18 @@ def compiled(topology, ranks, *, gradient=True, heads=2, rows=1, length=128, dty
     return jax.jit(fn).lower(args).compile().as_text()
 
 
+def kernel_calls(hlo):
+    return [line for line in hlo.splitlines() if "tpu_custom_call" in line]
+
+
 def kernels_in(hlo):
-    calls = [line for line in hlo.splitlines() if "tpu_custom_call" in line]
-    return [sum(name in line.split("=")[0] for line in calls) for name in ("forward", "backward")]
+    calls = [line.split("=")[0] for line in kernel_calls(hlo)]
+    return [sum(name in call for call in calls) for name in ("forward", "backward")]
+
+
+def results(call: str) -> list[str]:
+    """Types of what a kernel's call returns, with layout and memory space."""
+    return re.findall(r"\w+\[[\d,]*\]\{[^}]*\}", call.split(" custom-call(")[0])
 
 
 def slow(*values, id=None):
@@ -121,6 +132,31 @@ def test_real_sizes(topology, dtype):
     assert kernels_in(text) == [1, 1]
     text = compiled(topology, 4, heads=8, rows=2, length=512, dtype=dtype)
     assert kernels_in(text) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("topology", "length", "dtype"),
+    [
+        (V7X, 2048, jnp.bfloat16),
+        slow(V7X, 4096, jnp.bfloat16),  # 16 MiB, the most that stands in VMEM
+        slow(V7X, 2048, jnp.float32),
+        slow(V6E, 8192, jnp.bfloat16),
+        slow(V5P, 4096, jnp.bfloat16),
+        slow(V5E, 8192, jnp.bfloat16),
+    ],
+)
+def test_out_and_its_cotangent_stand_in_vmem(topology, length, dtype):
+    """XLA copies what a communicating kernel returns: these two are not copied within HBM."""
+    calls = kernel_calls(compiled(topology, 4, heads=8, rows=2, length=length, dtype=dtype))
+    forward, backward = (next(x for x in calls if name in x) for name in ("forward", "backward"))
+    out, d_decay = results(forward)[0], results(backward)[3]
+    assert "S(1)" in out and "S(1)" in d_decay, (out, d_decay)
+
+
+@pytest.mark.parametrize(("tokens", "most"), [slow(4096, 54.4), (8192, 107.8)])
+def test_peak_memory_of_the_gradient(tokens, most):
+    """MB of HBM; half of what the best published kernel takes."""
+    assert kda_tpu.compile_case("cp4", tokens, V7X, "ours", "grad")["peak_mb"] <= most
 
 
 def test_bundles_count_loops_by_their_trips():

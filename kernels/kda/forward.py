@@ -70,7 +70,7 @@ class Operands(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    out: Any  # [heads, T or T + SPARE_TOKENS, V]
+    out: Any  # [heads, T, V], in VMEM with plan.near
     states: Any  # V // C arrays [heads, T, K]: rows v = C j .. of chunk n's entry state at C n
     matrices: Any  # [heads, T, 2C]: of pair p, A' = A diag(beta) at 2p and Aqk A' at 2p + 1
     vn: Any  # [heads, T, V], or None
@@ -108,10 +108,6 @@ def run(plan: Plan, operands: Operands) -> Outputs:
 
 
 FORWARD_BARRIER = 11  # the barrier semaphore of this kernel; the backward has its own
-# XLA copies what a communicating kernel returns before its caller gets it, whenever that takes no
-# more memory than waiting. With a few tokens too many it frees memory, so it happens at once, and
-# not behind the backward. A reader inside the same program reads past them for free.
-SPARE_TOKENS = 16  # one tile of bfloat16
 
 
 def _output_shapes(plan: Plan, operands: Operands) -> Outputs:
@@ -119,8 +115,9 @@ def _output_shapes(plan: Plan, operands: Operands) -> Outputs:
     like = lambda shape, dtype=plan.dtype: out_struct(operands, shape, dtype)  # noqa: E731
     save = plan.problem.state_policy is StatePolicy.SAVE
     wanted = plan.problem.final_state
+    out = jax.typeof(operands.v)  # which has out's shape and dtype
     return Outputs(
-        out=like((h, t if plan.line is None else t + SPARE_TOKENS, v)),
+        out=out.update(memory_space=pltpu.VMEM) if plan.near else like((h, t, v)),
         states=tuple(like((h, t, k)) for _ in range(v // C)),
         matrices=like((h, t, 2 * C)),
         vn=like((h, t, v)) if save else None,

@@ -4,6 +4,7 @@ gradients back. mosaic.py has the layout."""
 import dataclasses
 
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 from kernels.kda import backward as backward_kernel
 from kernels.kda.backward import Operands, Outputs
@@ -78,6 +79,9 @@ def backward_operands(
         coords=None,
     )
     operands = vary(operands, varying_axes(operands))
+    if plan.near:
+        d_out = pltpu.with_memory_space_constraint(operands.d_out, pltpu.VMEM)
+        operands = operands._replace(d_out=d_out)
     # The coordinates vary over all mesh axes, the gradients only where these operands do.
     return operands._replace(coords=None if plan.line is None else coordinates(plan.line))
 

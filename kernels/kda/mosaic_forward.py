@@ -2,6 +2,7 @@
 is mosaic_layout.py."""
 
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 from kernels.kda import forward as forward_kernel
 from kernels.kda.exchange import coordinates, line_of
@@ -29,6 +30,7 @@ from kernels.segments import Segments
 
 UNITS = 16  # head pairs x chunks in lockstep: enough to hide a product's latency, see NOTES.md
 WAVE = 4  # head pairs in lockstep where states pass between ranks: a message is theirs
+NEAR = 4  # out stands in VMEM if it takes 1 / NEAR of it or less; v7x: 16 MiB
 
 
 def forward(problem: Problem, inputs: Inputs, segments: Segments):
@@ -38,7 +40,7 @@ def forward(problem: Problem, inputs: Inputs, segments: Segments):
     outputs = forward_kernel.run(plan, operands)
     rows, heads, length, _ = inputs.q.shape
     values = inputs.v.shape[-1]
-    out = outputs.out[: rows * heads, :length].reshape(rows, heads, length, -1)[..., :values]
+    out = outputs.out[: rows * heads].reshape(rows, heads, length, -1)[..., :values]
     final = _final(plan, inputs, segments, operands, outputs)
     residuals = (outputs.states, outputs.matrices, outputs.vn)
     return out, final, residuals
@@ -55,13 +57,17 @@ def plan_forward(problem: Problem, inputs: Inputs) -> Plan:
     group = largest_divisor(total // 2, most)
     chunks = largest_divisor(length // C, max(most // group, 1))
     waves = line is not None and not pieces
+    vmem, values = vmem_bytes(), round_up(inputs.v.shape[-1], LANES)
+    out_bytes = total * length * values * inputs.q.dtype.itemsize
+    # Only where XLA would copy; the interpreter knows no arrays in VMEM outside of kernels.
+    near = line is not None and out_bytes * NEAR <= vmem and pltpu.is_tpu_device()
     return Plan(
         problem=problem,
         heads=total,
         heads_a_row=heads,
         tokens=length,
         keys=round_up(keys, LANES),
-        values=round_up(inputs.v.shape[-1], LANES),
+        values=values,
         dtype=inputs.q.dtype,
         decay_dtype=inputs.decay.dtype,
         group=group,
@@ -69,7 +75,8 @@ def plan_forward(problem: Problem, inputs: Inputs) -> Plan:
         slots=slots + 1 if pieces else slots,
         pieces=pieces,
         line=line,
-        vmem_limit=vmem_bytes() * 7 // 8,
+        near=near,
+        vmem_limit=vmem * 7 // 8 - (out_bytes if near else 0),
         wave=largest_divisor(group, WAVE) if waves else 0,
         wave_chunks=largest_divisor(length // C, 4) if waves else 1,
     )
