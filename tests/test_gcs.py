@@ -3,6 +3,7 @@
 What holds in both alike: test_manager.py.
 """
 
+import contextlib
 import signal
 import threading
 
@@ -33,12 +34,15 @@ def saved(place, lines, *steps: int) -> Manager:
     return manager
 
 
-def wait_for_writers():
+def wait_for_writers(manager):
     """A save that failed in one thread goes on in others; a run that ends takes them along."""
     for thread in threading.enumerate():
         if isinstance(thread, _SignalingThread):
-            thread.join(60)
+            threading.Thread.join(thread, 60)  # its own would raise what it failed with
             assert not thread.is_alive(), thread
+    with contextlib.suppress(CheckpointError):  # of a second one that failed
+        manager.wait()
+    manager.close()  # which waits for what is written beside: when the step was begun and ended
 
 
 def test_a_bucket_that_does_not_exist_is_one_line(gcs):
@@ -71,7 +75,7 @@ def test_a_refused_save_is_one_line_and_made_up_for(gcs, place, lines, at):
         manager.save(2, arrays(seed=2), {})
         manager.wait()
     assert "\n" not in str(caught.value) and gcs.fault.seen
-    wait_for_writers()
+    wait_for_writers(manager)
     gcs.fault = lambda request: None
     manager = Manager(place, KEEP, lines.append)
     assert len(lines) == 1 and f"{place}/2: its save was interrupted" in lines[0]
