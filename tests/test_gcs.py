@@ -13,7 +13,7 @@ from orbax.checkpoint._src.futures.future import _SignalingThread
 from checkpoints.manager import CheckpointError, Manager, Retention
 from tests.fake_gcs import Hold, refuse
 from tests.test_manager import KEEP, arrays, same, want
-from tests.trainer import Running, digests_of, learning, reports, train
+from tests.trainer import LIMIT, Running, digests_of, learning, reports, train
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_a_run_killed_in_a_save_to_a_bucket_loses_nothing(gcs, place, tmp_path):
     gcs.fault = hold = Hold("run/10/commit_success.txt")
     run = Running(tmp_path / "bucket", *arguments)
     run.until("step 10/")
-    assert hold.reached.wait(60)
+    assert hold.reached.wait(LIMIT)
     run.signal(signal.SIGKILL)
     run.end(-signal.SIGKILL)
     hold.go_on.set()
