@@ -196,9 +196,13 @@ def test_a_run_killed_in_a_save_to_a_bucket_loses_nothing(gcs, place, tmp_path):
 def test_a_run_that_is_stopped_refused_and_sent_away_loses_nothing(gcs, place, tmp_path):
     """SIGTERM; a save that is refused; a service that is away when it starts; then to the end."""
     arguments = [MESH, "--config.checkpoint.every=5", f"--config.checkpoint.directory={place}"]
+    gcs.fault = hold = Hold("run/5/commit_success.txt")  # so that it cannot come beyond step 10
     run = Running(tmp_path / "bucket", *arguments)
     run.until("step 7/")
     run.signal(signal.SIGTERM)
+    run.until("stopping after the step")
+    gcs.fault = lambda request: None
+    hold.go_on.set()
     assert f"is saved in {place}; the same command goes on from there" in run.end(0)
     before = marked(gcs, place)
     gcs.fault = refuse("POST", "^run/15/state/")
