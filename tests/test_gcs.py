@@ -3,6 +3,7 @@
 What holds in both alike: test_manager.py.
 """
 
+import contextlib
 import signal
 import threading
 
@@ -12,7 +13,7 @@ from orbax.checkpoint._src.futures.future import _SignalingThread
 from checkpoints.manager import CheckpointError, Manager, Retention
 from tests.fake_gcs import Hold, refuse
 from tests.test_manager import KEEP, arrays, same, want
-from tests.trainer import Running, digests_of, learning, reports, train
+from tests.trainer import LIMIT, Running, digests_of, learning, reports, train
 
 
 @pytest.fixture
@@ -33,12 +34,15 @@ def saved(place, lines, *steps: int) -> Manager:
     return manager
 
 
-def wait_for_writers():
+def wait_for_writers(manager):
     """A save that failed in one thread goes on in others; a run that ends takes them along."""
     for thread in threading.enumerate():
         if isinstance(thread, _SignalingThread):
-            thread.join(60)
+            threading.Thread.join(thread, 60)  # its own would raise what it failed with
             assert not thread.is_alive(), thread
+    with contextlib.suppress(CheckpointError):  # of a second one that failed
+        manager.wait()
+    manager.close()  # which waits for what is written beside: when the step was begun and ended
 
 
 def test_a_bucket_that_does_not_exist_is_one_line(gcs):
@@ -71,7 +75,7 @@ def test_a_refused_save_is_one_line_and_made_up_for(gcs, place, lines, at):
         manager.save(2, arrays(seed=2), {})
         manager.wait()
     assert "\n" not in str(caught.value) and gcs.fault.seen
-    wait_for_writers()
+    wait_for_writers(manager)
     gcs.fault = lambda request: None
     manager = Manager(place, KEEP, lines.append)
     assert len(lines) == 1 and f"{place}/2: its save was interrupted" in lines[0]
@@ -169,7 +173,7 @@ def test_a_run_killed_in_a_save_to_a_bucket_loses_nothing(gcs, place, tmp_path):
     gcs.fault = hold = Hold("run/10/commit_success.txt")
     run = Running(tmp_path / "bucket", *arguments)
     run.until("step 10/")
-    assert hold.reached.wait(60)
+    assert hold.reached.wait(LIMIT)
     run.signal(signal.SIGKILL)
     run.end(-signal.SIGKILL)
     hold.go_on.set()
@@ -192,9 +196,13 @@ def test_a_run_killed_in_a_save_to_a_bucket_loses_nothing(gcs, place, tmp_path):
 def test_a_run_that_is_stopped_refused_and_sent_away_loses_nothing(gcs, place, tmp_path):
     """SIGTERM; a save that is refused; a service that is away when it starts; then to the end."""
     arguments = [MESH, "--config.checkpoint.every=5", f"--config.checkpoint.directory={place}"]
+    gcs.fault = hold = Hold("run/5/commit_success.txt")  # so that it cannot come beyond step 10
     run = Running(tmp_path / "bucket", *arguments)
     run.until("step 7/")
     run.signal(signal.SIGTERM)
+    run.until("stopping after the step")
+    gcs.fault = lambda request: None
+    hold.go_on.set()
     assert f"is saved in {place}; the same command goes on from there" in run.end(0)
     before = marked(gcs, place)
     gcs.fault = refuse("POST", "^run/15/state/")

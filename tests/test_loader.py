@@ -233,7 +233,7 @@ def test_a_new_process_goes_on_with_workers(config):
         input=json.dumps(given),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
@@ -522,7 +522,7 @@ def test_signals_to_the_group_are_the_parents_and_workers_end_with_it(config):
         assert len(helpers) == 3  # with multiprocessing's, which clears up
         assert [helper.is_running() for helper in helpers] == [True] * 3
         parent.kill()
-        assert not psutil.wait_procs(helpers, timeout=20)[1]
+        assert not psutil.wait_procs(helpers, timeout=120)[1]
     finally:
         watchdog.cancel()
         with contextlib.suppress(ProcessLookupError):
@@ -582,4 +582,4 @@ from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
 assert not {"pyarrow.parquet", "tokenizers", "sentencepiece"} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)

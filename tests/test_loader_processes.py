@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from jax.sharding import Mesh
 
 from data.loader import make_loader
 from data.options import DataConfig
+from tests.trainer import take_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -77,9 +77,7 @@ def test_two_processes_load_what_one_does(tmp_path):
         "rows": 4,
         "epochs": 1,
     }
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = f"localhost:{take_port()}"
     outputs = [tmp_path.parent / f"{tmp_path.name}.{process}.json" for process in range(2)]
     children = []
     for process, output in enumerate(outputs):

@@ -5,8 +5,11 @@ import itertools
 
 import pytest
 
+from tests.model_cases import KDA
+from tests.test_metrics import numbers
 from training import loop
 from training.goodput import Goodput
+from training.report import Meter
 
 
 class Stub:
@@ -100,6 +103,37 @@ def test_the_time_of_ending_a_trace_is_no_steps():
     at = stub.events.index("trace")
     assert stub.events[at - 1] != "idle" and stub.events[at + 1] == "idle"
     assert stub.of("step") == [("step", n) for n in range(1, 10)]
+
+
+def test_step_times_are_all_of_training_and_of_waiting_for_data(monkeypatch):
+    """By a clock that is moved by hand: what evaluations and saves take is in no step's time."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    stub, times = Stub(steps=20, evals=10, saves=5), []
+    job = stub.job
+    goodput, step, evaluate, batches = job.goodput, job.step, job.evaluate, job.batches
+    job.meter = meter = Meter(256, KDA, None, skip_nonfinite=False)
+    finish = meter.finish
+
+    def takes(seconds, result=None):
+        now[0] += seconds
+        return result
+
+    def evaluated(*args):
+        with goodput.during("evaluation"):
+            return takes(100, evaluate(*args))
+
+    meter.finish = lambda *args: finish(*args, *takes(3, ()))
+    job.step = lambda *args: takes(2, (step(*args)[0], numbers(tokens=256)))
+    job.batches = (takes(1, batch) for batch in batches)
+    job.evaluate = evaluated
+    job.saver.save = lambda *args: takes(50)
+    job.writers.write = lambda step, values: times.append(values["perf/step_time_seconds"])
+    loop.run(job)
+    seconds = goodput.seconds()
+    assert len(times) == 20 and sum(times) == 120
+    assert (seconds["training"], seconds["data"]) == (100, 20)
+    assert seconds["evaluation"] == 200 and seconds["checkpoint"] == 250
 
 
 def test_told_to_stop_in_an_evaluation_saves_first_and_goes_on_with_it():

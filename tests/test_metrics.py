@@ -207,7 +207,8 @@ def test_traces_begin_and_end_with_their_steps(tmp_path, monkeypatch):
 
 def test_the_clock_is_monotonic_time():
     """Goodput counts real time where nothing is faked."""
+    began = time.monotonic()
     clock = Goodput()
     clock.switch("training")
     time.sleep(0.05)
-    assert 0.05 <= clock.seconds()["training"] < 5
+    assert 0.05 <= clock.seconds()["training"] <= time.monotonic() - began

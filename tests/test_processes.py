@@ -2,7 +2,6 @@
 
 import random
 import signal
-import socket
 import time
 
 import pytest
@@ -10,7 +9,16 @@ import pytest
 from checkpoints.manager import Manager
 from tests.fake_gcs import Hold
 from tests.tolerances import RESUMED_ON_ANOTHER_MESH
-from tests.trainer import Running, digests_of, learning, reports, steps_on_disk, train
+from tests.trainer import (
+    LIMIT,
+    Running,
+    digests_of,
+    learning,
+    reports,
+    steps_on_disk,
+    take_port,
+    train,
+)
 
 pytestmark = pytest.mark.timeout(1200)  # each run has a limit of its own
 
@@ -19,13 +27,8 @@ MESH = ["--config.mesh.context=4", "--config.eval.batches=2"]
 
 def start(workdir, *arguments: str) -> list[Running]:
     """Two processes of two CPU devices each."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        coordinator = f"--coordinator=localhost:{probe.getsockname()[1]}"
-    return [
-        Running(workdir, *MESH, coordinator, "--processes=2", f"--process_id={i}", *arguments)
-        for i in range(2)
-    ]
+    both = [*MESH, f"--coordinator=localhost:{take_port()}", "--processes=2"]
+    return [Running(workdir, *both, f"--process_id={i}", *arguments) for i in range(2)]
 
 
 @pytest.mark.slow
@@ -55,16 +58,21 @@ def test_one_process_is_told_to_stop_and_both_save_the_same_step(tmp_path):
     assert steps_on_disk(tmp_path)[-1] == last < 100000
 
 
+# Where process 0 ends, JAX ends the others, whatever they were about to say.
+LAST_TO_LEAVE = """
+leave = train.process.leave
+train.process.leave = lambda code: (sys.stdin.read(), leave(code))
+"""
+
+
 def test_processes_that_do_not_share_a_folder_are_told_so(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        coordinator = f"--coordinator=localhost:{probe.getsockname()[1]}"
-    both = [
-        Running(tmp_path / str(i), *MESH, coordinator, "--processes=2", f"--process_id={i}")
-        for i in range(2)
-    ]
-    for run in both:
-        assert "process 1 does not see the folder of process 0" in run.end(1)
+    both = [*MESH, f"--coordinator=localhost:{take_port()}", "--processes=2"]
+    last = Running(tmp_path / "0", *both, "--process_id=0", first=LAST_TO_LEAVE)
+    other = Running(tmp_path / "1", *both, "--process_id=1")
+    said = other.end(1)
+    last.process.stdin.close()
+    for text in (said, last.end(1)):
+        assert "process 1 does not see the folder of process 0" in text
     assert not any(path.name == ".shared" for path in tmp_path.rglob("*"))
 
 
@@ -119,7 +127,7 @@ def test_two_processes_save_to_a_bucket(gcs, bucket, tmp_path):
     gcs.fault = hold = Hold("run/6/commit_success.txt")
     both = start(tmp_path / "bucket", *arguments)
     both[0].until("step 6/")
-    assert hold.reached.wait(60)
+    assert hold.reached.wait(LIMIT)
     kill(both, 1)
     hold.go_on.set()
     gcs.fault = lambda request: None

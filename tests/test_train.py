@@ -65,14 +65,15 @@ def test_every_name_is_reported_at_every_step(whole):
 
 
 def test_speed_is_that_of_completed_steps(whole):
-    """Tokens a second and step time tell of the same steps; compilation is in neither."""
+    """Tokens a second and step time tell of the same steps; compilation is in neither. That no time
+    of training is left out: test_loop.py, where clocks can be trusted."""
     for values in reports(whole[0]).values():
         tokens = values["perf/tokens_per_second"] * values["perf/step_time_seconds"]
         assert tokens == pytest.approx(2 * 128, rel=1e-6)
     time = sum(values["perf/step_time_seconds"] for values in reports(whole[0]).values())
     goodput = reports(whole[0])[20]
     busy = goodput["goodput/training_seconds"] + goodput["goodput/data_seconds"]
-    assert time == pytest.approx(busy, rel=0.3)
+    assert 0 < time <= busy * (1 + 1e-9)
 
 
 def test_tensorboard_reads_the_same_numbers(whole):
@@ -118,11 +119,15 @@ def test_skipping_steps_that_are_not_finite_is_an_option(tmp_path):
     assert last["learning/loss"] is None and last["learning/steps_skipped"] > 10
 
 
+# However long this machine takes between two signals that are meant as one.
+LONG_ECHO = "from training import signals; signals.ECHO_SECONDS = 900"
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
 def test_told_to_stop_saves_one_step_and_says_how_to_go_on(tmp_path, number):
-    run = Running(tmp_path, "--config.train.steps=100000", "--config.eval.every=0")
+    run = Running(tmp_path, "--config.train.steps=100000", "--config.eval.every=0", first=LONG_ECHO)
     run.until("step 5/")
     run.signal(number)
     run.signal(number)  # as make and shells do, that pass on what their group got as well
@@ -144,16 +149,21 @@ def test_told_to_stop_before_the_first_step(tmp_path):
 
 
 def test_told_to_stop_twice_ends_at_once(tmp_path):
-    """In an evaluation of all held-out text, which takes most of a minute."""
-    run = Running(tmp_path, "--config.eval.every=1", "--config.eval.batches=0")
-    run.until("compiled in")
-    time.sleep(2)
+    """In an evaluation of half of all text, which takes many minutes."""
+    run = Running(
+        tmp_path,
+        "--config.eval.every=2",
+        "--config.eval.batches=0",
+        "--config.data.eval_fraction=0.5",
+    )
+    run.until("step 1/")  # said when step 2 is under way, after which it evaluates
     run.signal(signal.SIGTERM)
     run.until("stopping after the step")
-    time.sleep(5 * ECHO_SECONDS)  # by far enough for the save
+    run.wait_for(tmp_path / "checkpoints" / "2")
+    time.sleep(2 * ECHO_SECONDS)
     run.signal(signal.SIGTERM)
     assert "ending at once" in run.end(128 + signal.SIGTERM)
-    assert steps_on_disk(tmp_path) == [1], "saved when told, before the evaluation's end"
+    assert steps_on_disk(tmp_path) == [2], "saved when told, before the evaluation's end"
 
 
 def test_a_profile_is_written_by_option_and_on_a_signal(tmp_path):

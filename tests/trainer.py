@@ -3,10 +3,12 @@
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 
 from checkpoints.manager import Manager
@@ -15,14 +17,20 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 SMOKE = "configs/smoke.py"
 LIMIT = 900  # seconds a run may take on a machine that does ten other things; alone it takes ten
 # Compiled programs are kept between runs and between sessions of tests: most of a short run is
-# compilation. JAX's key covers everything that the program depends on.
-CACHE = os.path.join(tempfile.gettempdir(), f"kda-trainer-tests-{os.getuid()}")
+# compilation. JAX's key covers everything that the program depends on. Each of pytest's workers has
+# a folder of its own: JAX writes a program in place, and warns of one that it reads half written.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+CACHE = os.path.join(tempfile.gettempdir(), f"kda-trainer-tests-{os.getuid()}", WORKER)
+_PORTS: list[socket.socket] = []
 
 
-def command(workdir, *arguments: str, config: str = SMOKE) -> list[str]:
+def command(workdir, *arguments: str, config: str = SMOKE, first: str = "") -> list[str]:
+    """first: Python that the process runs before train.py, to do itself, at a moment that is
+    certain, what from outside would come early or late; `train` is imported already."""
+    hooked = f"import sys, train\n{first}\ntrain.process.leave(train.main(sys.argv))"
     return [
         sys.executable,
-        "train.py",
+        *(["-c", hooked] if first else ["train.py"]),
         f"--config={config}",
         f"--workdir={workdir}",
         f"--config.train.compilation_cache={CACHE}",
@@ -54,14 +62,16 @@ def train(workdir, *arguments: str, code: int = 0, **options) -> subprocess.Comp
 class Running:
     """A run that is under way; its lines (stdout and stderr) are read as they come.
 
-    separate: stderr is a stream of its own, for the caller.
+    separate: stderr is a stream of its own, for the caller. first: see `command`; it may read
+    stdin, which is the caller's as well.
     """
 
-    def __init__(self, workdir, *arguments: str, separate: bool = False):
+    def __init__(self, workdir, *arguments: str, separate: bool = False, first: str = ""):
         self.process = subprocess.Popen(
-            command(workdir, *arguments),
+            command(workdir, *arguments, first=first),
             cwd=ROOT,
             env=environment(),
+            stdin=subprocess.PIPE if first else None,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if separate else subprocess.STDOUT,
             text=True,
@@ -96,9 +106,26 @@ class Running:
         assert found == code, f"exit {found}\n{self.text}"
         return self.text
 
+    def wait_for(self, path: pathlib.Path) -> None:
+        """Until there is such a file or folder."""
+        deadline = time.monotonic() + LIMIT
+        while not path.exists():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.end(0)
+            time.sleep(0.05)
+
     @property
     def text(self) -> str:
         return "\n".join(self.lines)
+
+
+def take_port() -> int:
+    """A port on localhost that nothing else is given until this process ends. JAX's service can
+    listen there all the same, as it shares ports."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    holder.bind(("localhost", 0))
+    _PORTS.append(holder)
+    return holder.getsockname()[1]
 
 
 def reports(workdir) -> dict[int, dict[str, float]]:

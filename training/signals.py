@@ -42,9 +42,10 @@ class Signals:
 
     def take_profile(self) -> bool:
         """Whether a profile was asked for since the last call."""
-        asked = self._profile.is_set()
+        if not self._profile.is_set():
+            return False  # one that is asked for now must not be cleared
         self._profile.clear()
-        return asked
+        return True
 
     def _listen(self) -> None:
         while True:
