@@ -2,7 +2,7 @@
 
     python -m benchmarks.short_conv_tpu
 
-bf16, B 1, 4 taps, D = 6144 (q, k and v of 16 heads of 128), T 8192 over a context axis of 4, silu,
+One of q, k and v: bf16, B 1, 4 taps, 16 heads of 128, T 8192 over a context axis of 4, silu,
 segment ids and a tail given; compiled for tpu7x:2x2x1, which need not be here. Peak memory of one
 device in decimal MB; bundles as benchmarks/schedule.py reads them. XLA's own loops count once: what
 it says of "chunked", whose weight gradient is a loop, is a lower bound.
@@ -15,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 
-SHAPE = (1, 8192, 6144)  # B, T, D
-TAPS, RANKS = 4, 4
+SHAPE = (1, 8192, 2048)  # B, T, D
+HEADS, TAPS, RANKS = 16, 4, 4
 TOPOLOGY = "tpu7x:2x2x1"
 
 
-def build(devices, implementation: str | None, sizes=SHAPE, dtype: str = "bfloat16"):
+def build(devices, implementation: str | None, sizes=SHAPE, heads=HEADS, dtype: str = "bfloat16"):
     """(function, abstract arguments), x of `sizes` and `dtype` over a context axis of RANKS."""
     import jax
     import numpy as np
@@ -31,6 +31,7 @@ def build(devices, implementation: str | None, sizes=SHAPE, dtype: str = "bfloat
     from kernels.short_conv import short_conv
 
     mesh, token = Mesh(np.array(devices[:RANKS]), ("context",)), P(None, "context")
+    by_head = P(None, None, "context")
 
     def call(x, weight, tail, ids):
         segments = plan_segments(ids, "context")
@@ -38,13 +39,14 @@ def build(devices, implementation: str | None, sizes=SHAPE, dtype: str = "bfloat
             x,
             weight,
             segments,
+            heads=heads,
             tail=tail,
             axis_name="context",
             implementation=implementation,
         )
 
     mapped = jax.shard_map(
-        call, mesh=mesh, in_specs=(token, P(), P(), token), out_specs=(token, P())
+        call, mesh=mesh, in_specs=(token, P(), P(), token), out_specs=(by_head, P())
     )
 
     def function(x, weight, tail, ids, cotangents):
@@ -57,7 +59,8 @@ def build(devices, implementation: str | None, sizes=SHAPE, dtype: str = "bfloat
     rows, tokens, channels = sizes
     x, tail = shape(sizes, dtype, token), shape((rows, TAPS - 1, channels), dtype, P())
     weight, ids = shape((TAPS, channels), "float32", P()), shape((rows, tokens), "int32", token)
-    return jax.jit(function), (x, weight, tail, ids, (x, tail))
+    y = shape((rows, heads, tokens, channels // heads), dtype, by_head)
+    return jax.jit(function), (x, weight, tail, ids, (y, tail))
 
 
 def compile_here(implementation: str) -> float:

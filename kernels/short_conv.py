@@ -1,6 +1,8 @@
 """Causal depthwise convolution over a row's tokens that stops at segment boundaries."""
 
 import functools
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +14,16 @@ from kernels.select import choose
 
 
 def short_conv(
-    x: jax.Array,
-    weight: jax.Array,
+    x: Any,
+    weight: Any,
     segments: Segments,
     *,
-    tail: jax.Array | None = None,
+    heads: int | None = None,
+    tail: Any = None,
     axis_name: str | None = None,
     activation: str | None = "silu",
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Any, Any]:
     """y[t] = activation(sum_j weight[W - 1 - j] x[t - j]) over the taps j < W of t's own segment.
 
     Taps are counted by position in the row; positions of padding or of another segment add nothing.
@@ -28,8 +31,12 @@ def short_conv(
     call stands inside `jax.shard_map` and T is the rank's part (of any length): ranks pass W - 1
     inputs on.
 
+    x may be any tree of arrays, of different D; weight, tail and both results are then such trees.
+    They share one exchange between ranks.
+
     Args:
         x: [B, T, D]; weight: [W, D], weight[W - 1] for the token itself.
+        heads: y is [B, heads, T, D / heads], as KDA takes it, and not [B, T, D].
         segments: of the same tokens, from `plan_segments` with the same axis_name.
         tail: [B, W - 1, D], the inputs before the row, zero in rows that do not continue; the same
             on all ranks of axis_name.
@@ -38,37 +45,74 @@ def short_conv(
             None chooses the first on TPU.
 
     Returns:
-        y [B, T, D] in x's dtype, 0 at padding; and the next row's tail [B, W - 1, D], in x's dtype
-        and the same on all ranks: the W - 1 positions up to the last segment's last token, taken as
-        far as they belong to that segment (and to `tail` where it continues it), zero elsewhere. A
-        row without tokens hands its tail on.
+        y [B, T, D], or see `heads`, in x's dtype, 0 at padding; and the next row's tail
+        [B, W - 1, D], in x's dtype and the same on all ranks: the W - 1 positions up to the last
+        segment's last token, taken as far as they belong to that segment (and to `tail` where it
+        continues it), zero elsewhere. A row without tokens hands its tail on.
 
     Raises:
         ValueError: for shapes that do not fit or an unknown activation.
     """
-    implementation = choose(implementation, x)
-    _check(x, weight, segments, tail, activation, implementation)
-    width = weight.shape[0]
+    tree: Any  # mypy does not know its methods
+    xs, tree = jax.tree.flatten(x)
+    weights = tree.flatten_up_to(weight)
+    tails = [None] * len(xs) if tail is None else tree.flatten_up_to(tail)
+    implementation = choose(implementation, xs[0])
+    for arrays in zip(xs, weights, tails):
+        _check(*arrays, weights[0].shape[0], segments, heads, activation, implementation)
+    width, rows = weights[0].shape[0], xs[0].shape[0]
     if tail is None:
-        tail = jnp.zeros((x.shape[0], width - 1, x.shape[2]), x.dtype)
+        tails = [jnp.zeros((rows, width - 1, x.shape[2]), x.dtype) for x in xs]
+    tail = _joined(tails)
     # Segment that upstream inputs belong to; the row's first one where nothing has started yet.
     upstream = jnp.maximum(segments.before - 1, 0)
     index = jnp.concatenate(
         [jnp.broadcast_to(upstream, tail.shape[:2]).astype(jnp.int32), segments.index], axis=1
     )
-    x, newest, ends = _taken(x, segments, width - 1)
-    halo = _receive_halo(newest, tail.astype(x.dtype), segments, upstream, axis_name)
-    next_tail = _next_tail(ends, halo, index, tail, segments, axis_name)
-    arrays = x, halo, weight, _reach(index, segments.valid, width)
-    y = _taps((activation, implementation), *vary(arrays, varying_axes(arrays)))
-    return y, next_tail
+    xs, newest, ends = map(list, zip(*(_taken(x, segments, width - 1) for x in xs)))
+    halo = _receive_halo(_joined(newest), tail.astype(xs[0].dtype), segments, upstream, axis_name)
+    next_tail = _next_tail(_joined(ends), halo, index, tail, segments, axis_name)
+    reach = _reach(index, segments.valid, width)
+    ys = [
+        _by_head((activation, implementation), heads, *arrays, reach)
+        for arrays in zip(xs, _cut(halo, xs), weights)
+    ]
+    return tree.unflatten(ys), tree.unflatten(_cut(next_tail, xs))
 
 
-def _check(x, weight, segments, tail, activation, implementation) -> None:
+def _joined(arrays) -> jax.Array:
+    return jnp.concatenate(arrays, axis=-1)
+
+
+def _cut(joined: jax.Array, like) -> list[jax.Array]:
+    """The parts of `joined` that belong to each of `like`, by their channels."""
+    ends = list(itertools.accumulate(x.shape[-1] for x in like))
+    return [joined[..., end - x.shape[-1] : end] for x, end in zip(like, ends)]
+
+
+def _by_head(how, heads: int | None, *arrays) -> jax.Array:
+    """`_taps`, split into heads if they are given: by the kernel where it can."""
+    arrays = vary(arrays, varying_axes(arrays))
+    rows, length, channels = arrays[0].shape
+    if heads is None:
+        return _taps((*how, None), *arrays)
+    if how[1] == "mosaic_tpu" and channels // heads % short_conv_tpu.LANE == 0:
+        return _taps((*how, heads), *arrays)
+    y = _taps((*how, None), *arrays)
+    return jnp.moveaxis(y.reshape(rows, length, heads, -1), 2, 1)
+
+
+def _check(x, weight, tail, width, segments, heads, activation, implementation) -> None:
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[1] != x.shape[2] or weight.shape[0] < 1:
         raise ValueError(
             f"short_conv: x must be [B, T, D] and weight [W, D], got {x.shape} and {weight.shape}"
         )
+    if weight.shape[0] != width:
+        raise ValueError(
+            f"short_conv: weights must have as many taps, got {width} and {weight.shape[0]}"
+        )
+    if heads is not None and (heads < 1 or x.shape[2] % heads):
+        raise ValueError(f"short_conv: heads must divide D = {x.shape[2]}, got {heads}")
     if segments.index.shape != x.shape[:2]:
         raise ValueError(
             f"short_conv: segments must be planned for [B, T] = {x.shape[:2]}, "
@@ -104,11 +148,11 @@ def _reach(index, valid, width: int) -> jax.Array:
 def _taps(how, x, halo, weight, reach):
     """The sum over taps of x [B, T, D] behind halo [B, W - 1, D], and its activation, [B, T, D].
 
-    how: (activation, implementation).
+    how: (activation, implementation, the kernel's heads: it then returns [B, heads, T, D / heads]).
     """
-    activation, implementation = how
+    activation, implementation, heads = how
     if implementation == "mosaic_tpu":
-        return short_conv_tpu.forward(activation, x, halo, weight, reach)
+        return short_conv_tpu.forward(activation, heads, x, halo, weight, reach)
     total = _sum_of_taps(_whole(x, halo, reach), weight, reach)
     return (jax.nn.silu(total) if activation == "silu" else total).astype(x.dtype)
 
@@ -142,10 +186,11 @@ def _taps_forward(how, x, halo, weight, reach):
 
 def _taps_backward(how, saved, d_y):
     """The sum is formed again: W multiply-adds cost less than keeping it in float32."""
-    activation, implementation = how
+    activation, implementation, heads = how
     x, halo, weight, reach = saved
     if implementation == "mosaic_tpu":
-        d_x, d_halo, d_weight = short_conv_tpu.backward(activation, x, halo, weight, reach, d_y)
+        gradients = short_conv_tpu.backward(activation, heads, x, halo, weight, reach, d_y)
+        d_x, d_halo, d_weight = gradients
         return d_x, d_halo, d_weight.astype(weight.dtype), None
     length, width = reach.shape[1], weight.shape[0]
     whole = _whole(x, halo, reach)

@@ -6,12 +6,13 @@ one stays in registers. A shift along tokens is a load that begins some tokens e
 window of float32 that holds the piece and the tokens before it (backward: behind it). What precedes
 a tile comes from a second, small block of the same array, before a rank's first token from `halo`.
 The backward forms the sum over taps again, and adds up the weight's gradient over rows and tiles in
-its output block.
+its output block. With `heads` the result is written, and its cotangent read, head by head, as the
+KDA kernels take q, k and v: in VMEM a head is so many whole lanes, so that costs nothing.
 
 A tap counts where `reach`, how many tokens back a token's own segment goes, is at least its
 distance; reach is -1 at padding, whose inputs may be anything.
 
-Axes: B row, T token, D channel, W tap.
+Axes: B row, T token, D channel, W tap, H head.
 """
 
 import functools
@@ -26,35 +27,37 @@ from kernels.kda.vma import varying_axes
 F32 = jnp.float32
 MOST_TAPS = 8  # what a piece sees of its neighbours: a tile of float32
 PIECE = 64  # tokens worked on at a time: enough that units do not wait for each other
-TILE = 1024  # tokens a step
+TILE = 512  # tokens a step
 LANE = 128
 LANES = 512  # channels a step; the widest of 512, 256, 128 that divides D
 
 
-def forward(activation: str | None, x, halo, weight, reach) -> jax.Array:
-    """y [B, T, D] of x [B, T, D], halo [B, W - 1, D], weight [W, D] and reach [B, T] int32."""
-    call = _Call(x, halo, weight, reach)
+def forward(activation: str | None, heads: int | None, x, halo, weight, reach) -> jax.Array:
+    """y of x [B, T, D], halo [B, W - 1, D], weight [W, D] and reach [B, T] int32: [B, T, D]; with
+    heads, D / H being a multiple of LANE, [B, H, T, D / H]."""
+    call = _Call(heads, x, halo, weight, reach)
     y = pl.pallas_call(
         functools.partial(_forward_kernel, activation),
         grid=call.grid,
         in_specs=call.in_specs(lambda t: t),
-        out_specs=call.tokens(lambda t: t),
-        out_shape=call.like(call.x.shape, x.dtype),
+        out_specs=call.head_tokens(lambda t: t),
+        out_shape=call.like(call.head_shape, x.dtype),
         scratch_shapes=[call.window()],
         name="short_conv_forward",
     )(*call.operands)
-    return y[..., : x.shape[2]]
+    return y if heads else y[:, 0, :, : x.shape[2]]
 
 
-def backward(activation: str | None, x, halo, weight, reach, d_y):
+def backward(activation: str | None, heads: int | None, x, halo, weight, reach, d_y):
     """Gradients of x and halo, in x's dtype, and of weight, in float32."""
-    call = _Call(x, halo, weight, reach)
+    call = _Call(heads, x, halo, weight, reach)
+    d_y = d_y if heads else _wide(d_y)[:, None]
     rows, taps, channels = x.shape[0], weight.shape[0], call.x.shape[2]
     reverse = lambda t: call.grid[2] - 1 - t  # noqa: E731
     d_x, d_halo, d_weight = pl.pallas_call(
         functools.partial(_backward_kernel, activation),
         grid=call.grid,
-        in_specs=[*call.in_specs(reverse), call.tokens(reverse)],
+        in_specs=[*call.in_specs(reverse), call.head_tokens(reverse)],
         out_specs=[
             call.tokens(reverse),
             pl.BlockSpec((1, MOST_TAPS, call.lanes), lambda d, b, t: (b, 0, d)),
@@ -71,7 +74,7 @@ def backward(activation: str | None, x, halo, weight, reach, d_y):
             call.window(max(taps - 1, 1)),
         ],
         name="short_conv_backward",
-    )(*call.operands, _wide(d_y))
+    )(*call.operands, d_y)
     cut = slice(x.shape[2])
     d_halo = d_halo[:, MOST_TAPS - taps + 1 :, cut].astype(x.dtype)
     return d_x[..., cut], d_halo, d_weight[:, cut]
@@ -81,10 +84,16 @@ class _Call:
     """Operands and blocks of a call. Channels become whole lanes, tokens need not be whole tiles:
     what lies behind the last one has reach -1."""
 
-    def __init__(self, x, halo, weight, reach):
+    def __init__(self, heads, x, halo, weight, reach):
         self.x, weight = _wide(x), _wide(weight.astype(F32))
         rows, length, channels = self.x.shape
-        self.lanes = next(n for n in (LANES, LANES // 2, LANE) if channels % n == 0)
+        self.head_shape = rows, heads or 1, length, channels // (heads or 1)
+        size = self.head_shape[3]
+        self.lanes = next(
+            n
+            for n in (LANES, LANES // 2, LANE)
+            if channels % n == 0 and (size % n == 0 or n % size == 0)
+        )
         self.tile = min(TILE, -(-length // PIECE) * PIECE)
         self.grid = (channels // self.lanes, rows, -(-length // self.tile))
         halo = jnp.pad(_wide(halo), ((0, 0), (PIECE - halo.shape[1], 0), (0, 0)))
@@ -109,6 +118,18 @@ class _Call:
 
     def tokens(self, place) -> pl.BlockSpec:
         return pl.BlockSpec((1, self.tile, self.lanes), lambda d, b, t: (b, place(t), d))
+
+    def head_tokens(self, place) -> pl.BlockSpec:
+        """The same channels' block of an array of head_shape: whole heads, or a part of one."""
+        size, lanes = self.head_shape[3], self.lanes
+        if size <= lanes:
+            block = 1, lanes // size, self.tile, size
+            return pl.BlockSpec(block, lambda d, b, t: (b, d, place(t), 0))
+        parts = size // lanes
+        return pl.BlockSpec(
+            (1, 1, self.tile, lanes),
+            lambda d, b, t: (b, jax.lax.div(d, parts), place(t), jax.lax.rem(d, parts)),
+        )
 
     def window(self, *lead: int):
         """A piece and what precedes or follows it, for each lane of channels."""
@@ -139,6 +160,12 @@ class _Masks:
 
 def _columns(lanes: int) -> list[slice]:
     return [slice(n, n + LANE) for n in range(0, lanes, LANE)]
+
+
+def _head_columns(block) -> list[tuple[int, slice]]:
+    """The same lanes in a block of heads [1, H, T, size]: (head, lanes)."""
+    _, heads, _, size = block.shape
+    return [(head, column) for head in range(heads) for column in _columns(size)]
 
 
 def _at(i):
@@ -180,7 +207,7 @@ def _by_distance(weight, column) -> list[jax.Array]:
 
 def _forward_kernel(activation, x, before, halo, weight, reach, reach_before, y, window):
     columns, number = _columns(x.shape[2]), weight.shape[0]
-    weights = [_by_distance(weight, c) for c in columns]
+    weights, places = [_by_distance(weight, c) for c in columns], _head_columns(y)
 
     def step(i, preceding):
         at = _at(i)
@@ -190,7 +217,8 @@ def _forward_kernel(activation, x, before, halo, weight, reach, reach_before, y,
             own = masks.keep(0, x[0, at, c].astype(F32))
             total = _sum_of_taps(w, masks, _shifts(window.at[n], p, own, number))
             total = jax.nn.silu(total) if activation == "silu" else total
-            y[0, at, c] = total.astype(y.dtype)
+            head, lanes = places[n]
+            y[0, head, at, lanes] = total.astype(y.dtype)
             last.append(own[-MOST_TAPS:])
         return tuple(last)
 
@@ -203,7 +231,7 @@ def _backward_kernel(
     d_x, d_halo, d_weight, behind, window, ahead,
 ):  # fmt: skip
     pieces, number, columns = x.shape[1] // PIECE, weight.shape[0], _columns(x.shape[2])
-    weights = [_by_distance(weight, c) for c in columns]
+    weights, places = [_by_distance(weight, c) for c in columns], _head_columns(d_y)
     newest, oldest = pl.program_id(2) == 0, pl.program_id(2) == pl.num_programs(2) - 1
 
     @pl.when(newest)
@@ -227,7 +255,8 @@ def _backward_kernel(
             own = masks.keep(0, x[0, at, c].astype(F32))
             inside = masks_previous.keep(0, x[0, previous, c].astype(F32))[-MOST_TAPS:]
             shifts = _shifts(window.at[n], jnp.where(i == 0, preceding[n], inside), own, number)
-            d_total = d_y[0, at, c].astype(F32)
+            head, lanes = places[n]
+            d_total = d_y[0, head, at, lanes].astype(F32)
             if activation == "silu":
                 total = _sum_of_taps(w, masks, shifts)
                 gate = jax.nn.sigmoid(total)

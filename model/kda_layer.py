@@ -135,13 +135,20 @@ def _mix_local(cfg, axis_name, params, streams, decay, beta, segments, begin):
     """One rank's part: streams [b, t, h * K or V], decay [b, t, h * K], beta [b, t, h]."""
     # Shared over rows and context: vary here, so that their gradients are summed once, here.
     params = jax.tree.map(lambda p: vary(p, (*ROWS, CONTEXT)), params)
-    streams, tails = _convolve(cfg, axis_name, params, streams, segments, begin)
-    q, k, v, decay = (_split_heads(x, beta.shape[-1]) for x in (*streams, decay))
+    streams, tails = short_conv(
+        streams,
+        {name: params[name + "_conv"] for name in STREAMS},
+        segments,
+        heads=beta.shape[-1],
+        tail=begin["conv"] if cfg.carry else None,
+        axis_name=axis_name,
+        implementation=cfg.kda_implementation,
+    )
     out, state = kda(
-        q,
-        k,
-        v,
-        decay,
+        streams["q"],
+        streams["k"],
+        streams["v"],
+        _split_heads(decay, beta.shape[-1]),
         jnp.moveaxis(beta, 2, 1),
         segments,
         initial_state=begin["state"][:, None] if cfg.carry else None,
@@ -160,27 +167,6 @@ def _mix_local(cfg, axis_name, params, streams, decay, beta, segments, begin):
         # One rank: the sum changes nothing, and says that the ends are the same on all ranks.
         end = jax.tree.map(lambda x: jax.lax.psum(x, CONTEXT), end)
     return jnp.moveaxis(out, 1, 2).reshape(*beta.shape[:2], -1), end
-
-
-def _convolve(cfg, axis_name, params, streams, segments, begin):
-    """Convolution of q, k and v as one of all their channels: one halo exchange, not three."""
-    sizes = [streams[name].shape[-1] for name in STREAMS]
-    cuts = [sizes[0], sizes[0] + sizes[1]]
-    x = jnp.concatenate([streams[name] for name in STREAMS], axis=-1)
-    weight = jnp.concatenate([params[name + "_conv"] for name in STREAMS], axis=-1)
-    tail = None
-    if cfg.carry:
-        tail = jnp.concatenate([begin["conv"][name] for name in STREAMS], axis=-1)
-    y, tail = short_conv(
-        x,
-        weight,
-        segments,
-        tail=tail,
-        axis_name=axis_name,
-        implementation=cfg.kda_implementation,
-    )
-    tails = dict(zip(STREAMS, jnp.split(tail, cuts, axis=-1)))
-    return jnp.split(y, cuts, axis=-1), tails
 
 
 def _split_heads(x: jax.Array, heads: int) -> jax.Array:

@@ -156,6 +156,36 @@ def test_cutting_a_row_and_carrying_the_tail_changes_nothing(cut):
     np.testing.assert_array_equal(end, tail)
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_streams_together_are_streams_alone(ranks):
+    """Of different channels, heads apart; the exchange between ranks is one."""
+    ids, channels = jnp.asarray(IDS), {"k": 6, "q": 4}
+    streams = {n: example(IDS, channels=d, seed=d) for n, d in channels.items()}
+    x, weight, tail = ({n: s[i] for n, s in streams.items()} for i in range(3))
+    axis = "context" if ranks > 1 else None
+
+    def run(x, weight, tail, ids):
+        segments = plan_segments(ids, axis)
+        return short_conv(x, weight, segments, heads=2, tail=tail, axis_name=axis)
+
+    if ranks > 1:
+        token, by_head = P(None, "context"), P(None, None, "context")
+        mesh = Mesh(np.array(jax.devices()[:ranks]), ("context",))
+        run = jax.shard_map(
+            run, mesh=mesh, in_specs=(token, P(), P(), token), out_specs=(by_head, P())
+        )
+    run = jax.jit(run)
+    y, end = run(x, weight, tail, ids)
+    for name, d in channels.items():
+        alone = run(x[name], weight[name], tail[name], ids)
+        np.testing.assert_array_equal(y[name], alone[0])
+        np.testing.assert_array_equal(end[name], alone[1])
+        wanted = oracle(*streams[name][:3], IDS, "silu", streams[name][3])[0]
+        wanted_y = np.moveaxis(np.asarray(wanted[0]).reshape(*IDS.shape, 2, d // 2), 2, 1)
+        assert error(y[name], wanted_y) < CONVOLUTION_FLOAT32
+        assert error(end[name], np.asarray(wanted[1])) < CONVOLUTION_FLOAT32
+
+
 def test_one_document_does_not_see_another():
     ids = ids_of([(5, 1), (6, 2), (5, 3)])
     x, weight, _, _ = example(ids)
@@ -202,6 +232,8 @@ def test_bfloat16_is_summed_in_float32():
         ),
         ({"activation": "gelu"}, "activation must be \"silu\" or None, got 'gelu'"),
         ({"x": np.ones((5, 31, 5))}, r"segments must be planned for \[B, T\] = \(5, 31\)"),
+        ({"heads": 2}, "heads must divide D = 5, got 2"),
+        ({"heads": 0}, "heads must divide D = 5, got 0"),
     ],
 )
 def test_refuses_what_does_not_fit(change, message):
@@ -209,3 +241,9 @@ def test_refuses_what_does_not_fit(change, message):
     options = {"x": x, "weight": weight, "tail": tail, "activation": "silu"} | change
     with pytest.raises(ValueError, match=message):
         short_conv(segments=plan_segments(jnp.asarray(IDS)), **options)
+
+
+def test_refuses_streams_of_different_taps():
+    (x, four, _, _), (_, two, _, _) = example(IDS), example(IDS, width=2)
+    with pytest.raises(ValueError, match=r"weights must have as many taps, got 2 and 4"):
+        short_conv({"a": x, "b": x}, {"a": two, "b": four}, plan_segments(jnp.asarray(IDS)))

@@ -1,6 +1,7 @@
 """The convolution's TPU kernels, interpreted on CPU, against the float64 sums over picked taps; and
 compiled for TPUs that are not there. Unwritten memory is NaN in the interpreter."""
 
+import functools
 import os
 
 os.environ.update(
@@ -81,6 +82,34 @@ def test_padding_may_hold_anything():
     jax.tree.map(np.testing.assert_array_equal, clean, dirty)
 
 
+@pytest.mark.parametrize(
+    ("channels", "heads"),
+    [(10, 2), (512, 4), (768, 2), (1024, 1)],
+    ids=["no whole lanes", "heads of a block", "blocks of 128 lanes", "blocks of a head"],
+)
+def test_heads_are_the_same_numbers_in_another_place(channels, heads):
+    x, weight, tail, (d_y, _) = example(IDS, channels=channels)
+    segments = plan_segments(jnp.asarray(IDS))
+
+    def by_head(y):
+        return jnp.moveaxis(y.reshape(*IDS.shape, heads, -1), 2, 1)
+
+    def run(x, weight, tail, d_y, heads):
+        def call(*arrays):
+            x, weight, tail = arrays
+            options = {"tail": tail, "heads": heads, "implementation": "mosaic_tpu"}
+            return short_conv(x, weight, segments, **options)[0]
+
+        y, pull = jax.vjp(call, x, weight, tail)
+        return y, pull(d_y)
+
+    with interpreted():
+        y, gradients = jax.jit(functools.partial(run, heads=heads))(x, weight, tail, by_head(d_y))
+        wanted, wanted_gradients = jax.jit(functools.partial(run, heads=None))(x, weight, tail, d_y)
+    np.testing.assert_array_equal(y, by_head(wanted))
+    jax.tree.map(np.testing.assert_array_equal, gradients, wanted_gradients)
+
+
 def test_more_taps_than_the_kernels_see_are_refused():
     x, weight, tail, _ = example(IDS, width=9)
     with pytest.raises(ValueError, match="at most 8 taps for the TPU kernels, got 9"):
@@ -96,7 +125,7 @@ def test_compiles_for_tpus(topology, dtype, monkeypatch):
     float32 as large as the inputs is left in between."""
     monkeypatch.undo()
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    function, arguments = build(devices, None, (2, 4096, 768), dtype)
+    function, arguments = build(devices, None, (2, 4096, 768), 3, dtype)
     done = function.lower(*arguments).compile()
     text = done.as_text()
     assert "short_conv_forward" in text and "short_conv_backward" in text
