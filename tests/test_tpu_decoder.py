@@ -1,6 +1,8 @@
 """The main config's training step compiles for TPUs and runs our kernels in every KDA layer."""
 
+import math
 import os
+import re
 
 os.environ.update(
     TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
@@ -61,3 +63,11 @@ def test_the_main_config_compiles_as_it_stands():
     kernels = [line for line in text.splitlines() if "tpu_custom_call" in line]
     assert sum("kda_forward" in line for line in kernels) == 2, kernels
     assert sum("kda_backward" in line for line in kernels) == 1, kernels
+
+
+def test_new_parameters_are_not_copied():
+    """Ranks share out the update; what they gather is added to the old parameters in place."""
+    text = compiled_step("tpu7x:2x2x1")
+    copied = re.findall(r"= f32\[([\d,]+)\]\S* copy\(%all-gather", text)
+    sizes = [math.prod(map(int, shape.split(","))) for shape in copied]
+    assert text.count("all-gather(") > 10 and max(sizes, default=0) < 100, copied

@@ -1,5 +1,6 @@
 """What a training run is at one step: everything that the next step depends on, as one pytree."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -94,17 +95,19 @@ def _shardings(cfg, mesh: Mesh, shapes: TrainState) -> TrainState:
 
 
 def _moment_sharding(param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
-    """Where a parameter's moments lie: with it, and its layers shared out over the context axis.
+    """Where a parameter's moments lie: with it, and its first axis shared out over context, too.
 
-    Every rank of a sequence holds all layers, and would work out the same update; this way each
-    does its share of it (Muon's products, above all), keeps that share's moments alone, and the
-    updates are gathered.
+    That axis is the layers' number, the embedding's vocabulary or the head's width. Every rank of a
+    sequence holds all parameters, and would work out the same update; this way each does its share
+    of it (Muon's products, above all, which take whole matrices), keeps that share's moments alone,
+    and the updates are gathered.
     """
-    layers, *rest = sharding.spec or (None,)
-    ranks = sharding.mesh.shape[CONTEXT]
-    if ranks == 1 or layers is not None or param.ndim < 2 or param.shape[0] % ranks:
+    first, *rest = sharding.spec or (None,)
+    axes = (CONTEXT,) if first is None else (first, CONTEXT)
+    ranks = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    if sharding.mesh.shape[CONTEXT] == 1 or param.ndim < 2 or param.shape[0] % ranks:
         return sharding
-    return NamedSharding(sharding.mesh, PartitionSpec(CONTEXT, *rest))
+    return NamedSharding(sharding.mesh, PartitionSpec(axes, *rest))
 
 
 def _like_params(opt_state, params: dict[str, Any], shardings: dict[str, Any], whole) -> Any:

@@ -56,10 +56,15 @@ def make_train_step(
     at the same step. metrics: float32 and int32 scalars, whole on every device.
     """
 
+    where = jax.tree.map(lambda x: x.sharding, shapes)
+
     def step(state: TrainState, batch: Batch, votes: jax.Array) -> tuple[TrainState, Metrics]:
         total = jnp.maximum(jnp.sum(batch.loss_weights), 1.0)
         grads, (nll, z), carry = _gradients(options, cfg, mesh, state, batch, total)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        # Gathered before they are added, which happens in place: what XLA gathers into a result it
+        # copies there, and all gathered parameters would exist twice at the step's end.
+        updates = jax.lax.with_sharding_constraint(updates, where.params)
         done = state._replace(
             params=optax.apply_updates(state.params, updates), opt_state=opt_state, carry=carry
         )
@@ -85,7 +90,6 @@ def make_train_step(
         return done, metrics
 
     whole = NamedSharding(mesh, PartitionSpec())
-    where = jax.tree.map(lambda x: x.sharding, shapes)
     return jax.jit(step, donate_argnums=0, out_shardings=(where, whole))
 
 
