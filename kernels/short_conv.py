@@ -93,13 +93,17 @@ def _cut(joined: jax.Array, like) -> list[jax.Array]:
 def _by_head(how, heads: int | None, *arrays) -> jax.Array:
     """`_taps`, split into heads if they are given: by the kernel where it can."""
     arrays = vary(arrays, varying_axes(arrays))
-    rows, length, channels = arrays[0].shape
     if heads is None:
         return _taps((*how, None), *arrays)
-    if how[1] == "mosaic_tpu" and channels // heads % short_conv_tpu.LANE == 0:
-        return _taps((*how, heads), *arrays)
-    y = _taps((*how, None), *arrays)
-    return jnp.moveaxis(y.reshape(rows, length, heads, -1), 2, 1)
+    size = arrays[0].shape[2] // heads
+    direct = how[1] == "mosaic_tpu" and size % short_conv_tpu.LANE == 0
+    y = _taps((*how, heads if direct else None), *arrays)
+    return y if direct else split_heads(y, heads)
+
+
+def split_heads(x: jax.Array, heads: int) -> jax.Array:
+    """[B, T, H * K] -> [B, H, T, K]."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], heads, -1), 2, 1)
 
 
 def _check(x, weight, tail, width, segments, heads, activation, implementation) -> None:
@@ -148,7 +152,8 @@ def _reach(index, valid, width: int) -> jax.Array:
 def _taps(how, x, halo, weight, reach):
     """The sum over taps of x [B, T, D] behind halo [B, W - 1, D], and its activation, [B, T, D].
 
-    how: (activation, implementation, the kernel's heads: it then returns [B, heads, T, D / heads]).
+    how: (activation, implementation, heads); with heads, which only the kernels know, the result is
+    [B, heads, T, D / heads].
     """
     activation, implementation, heads = how
     if implementation == "mosaic_tpu":

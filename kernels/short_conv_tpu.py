@@ -29,7 +29,7 @@ MOST_TAPS = 8  # what a piece sees of its neighbours: a tile of float32
 PIECE = 64  # tokens worked on at a time: enough that units do not wait for each other
 TILE = 512  # tokens a step
 LANE = 128
-LANES = 512  # channels a step; the widest of 512, 256, 128 that divides D
+LANES = 512  # channels a step; the widest of 512, 256, 128 that divides D and fits the heads
 
 
 def forward(activation: str | None, heads: int | None, x, halo, weight, reach) -> jax.Array:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from kernels.kda import kda
 from kernels.segments import Segments
-from kernels.short_conv import short_conv
+from kernels.short_conv import short_conv, split_heads
 from model.config import ModelConfig
 from model.layers import gated_rms_norm, matmul, vary
 from model.sharding import CONTEXT, ROWS, TOKEN_SPEC
@@ -148,7 +148,7 @@ def _mix_local(cfg, axis_name, params, streams, decay, beta, segments, begin):
         streams["q"],
         streams["k"],
         streams["v"],
-        _split_heads(decay, beta.shape[-1]),
+        split_heads(decay, beta.shape[-1]),
         jnp.moveaxis(beta, 2, 1),
         segments,
         initial_state=begin["state"][:, None] if cfg.carry else None,
@@ -167,8 +167,3 @@ def _mix_local(cfg, axis_name, params, streams, decay, beta, segments, begin):
         # One rank: the sum changes nothing, and says that the ends are the same on all ranks.
         end = jax.tree.map(lambda x: jax.lax.psum(x, CONTEXT), end)
     return jnp.moveaxis(out, 1, 2).reshape(*beta.shape[:2], -1), end
-
-
-def _split_heads(x: jax.Array, heads: int) -> jax.Array:
-    """[b, t, h * K] -> [b, h, t, K]."""
-    return jnp.moveaxis(x.reshape(*x.shape[:2], heads, -1), 2, 1)

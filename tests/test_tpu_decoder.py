@@ -8,17 +8,11 @@ os.environ.update(
     TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
 )
 
-import jax
-import numpy as np
 import pytest
 from jax.experimental import topologies
 
-import train
+from benchmarks.step_tpu import build
 from configs import kda_cp4
-from model.sharding import MESH_AXES
-from training.optimizer import OptimizerConfig, make_optimizer, make_schedule
-from training.state import state_shapes
-from training.step import StepConfig, batch_shapes, make_train_step
 
 pytestmark = pytest.mark.slow
 
@@ -28,19 +22,8 @@ def compiled_step(topology: str, **model) -> str:
     config = kda_cp4.get_config()
     config.model.update(**model)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    shape = tuple(config.mesh[name] for name in MESH_AXES)
-    mesh = jax.sharding.Mesh(np.array(devices[: np.prod(shape)]).reshape(shape), MESH_AXES)
-    cfg = train.model_config(config, vocab_size=258)
-    options = OptimizerConfig(**config.optimizer)
-    optimizer, schedule = make_optimizer(options, cfg), make_schedule(options)
-    data = config.data
-    shapes = state_shapes(cfg, mesh, optimizer, data.rows, config.train.spike_window)
-    step = make_train_step(StepConfig(), cfg, mesh, optimizer, schedule, shapes)
-    votes = jax.ShapeDtypeStruct(
-        (mesh.size,), np.int32, sharding=jax.NamedSharding(mesh, jax.P(MESH_AXES))
-    )
-    batch = batch_shapes(mesh, 1, data.rows, data.sequence_length)
-    return step.lower(shapes, batch, votes).compile().as_text()
+    step, arguments = build(devices, config, vocabulary=258)
+    return step.lower(*arguments).compile().as_text()
 
 
 @pytest.mark.parametrize(
