@@ -86,7 +86,8 @@ def failed(error: Exception) -> int:
     if isinstance(error, jax.errors.JaxRuntimeError) and out_of_memory(str(error)):
         return fail(
             f"a device's memory is too small ({first_line(error)}); try "
-            "config.train.accumulation, config.model.remat=full, fewer config.data.rows, or a "
+            "config.train.grad_accum_steps, config.model.remat=full, a smaller "
+            "config.data.global_batch_size, or a "
             "larger config.mesh.fsdp or config.mesh.context",
             1,
         )
@@ -145,7 +146,7 @@ def build(config: Any, workdir: str) -> Parts:
     goodput = Goodput(path, age)
     mesh = devices.make_mesh(config.mesh)
     data = DataConfig(**config.data)
-    seed, windows = config.train.seed, config.train.windows_per_step
+    seed, windows = config.train.seed, config.train.tbptt_windows
     loader = make_loader(data, split="train", mesh=mesh, seed=seed, windows=windows)
     limit = config.eval.batches
     validation = make_loader(data, split="eval", mesh=mesh, seed=seed, max_batches=limit)
@@ -154,7 +155,7 @@ def build(config: Any, workdir: str) -> Parts:
     options = dict(config.optimizer)
     options["schedule_steps"] = options["schedule_steps"] or config.train.steps
     optimizer = make_optimizer(OptimizerConfig(**options), model)
-    shapes = state_shapes(model, mesh, optimizer, data.rows, config.train.spike_window)
+    shapes = state_shapes(model, mesh, optimizer, data.global_batch_size, config.train.spike_window)
     schedule = make_schedule(OptimizerConfig(**options))
     return Parts(
         config, workdir, mesh, model, loader, validation, optimizer, schedule, shapes, goodput
@@ -171,8 +172,8 @@ def describe(parts: Parts) -> str:
     return (
         f"{param_count(parts.model):,} parameters on {jax.device_count()} x "
         f"{jax.devices()[0].device_kind} ({', '.join(f'{k} {n}' for k, n in mesh.items())}); "
-        f"a step takes {data.rows} rows x {data.sequence_length} tokens"
-        + (f" x {n} windows" if (n := parts.config.train.windows_per_step) > 1 else "")
+        f"a step takes {data.global_batch_size} rows x {data.sequence_length} tokens"
+        + (f" x {n} windows" if (n := parts.config.train.tbptt_windows) > 1 else "")
     )
 
 
@@ -225,7 +226,12 @@ def first_state(parts: Parts, manager: Any, init_from: str, say: Any) -> tuple[A
         return unflatten(parts.shapes, filled(parts, restored.arrays)), restored.step
     train, data = parts.config.train, parts.config.data
     state = init_state(
-        parts.model, parts.mesh, parts.optimizer, data.rows, train.spike_window, train.seed
+        parts.model,
+        parts.mesh,
+        parts.optimizer,
+        data.global_batch_size,
+        train.spike_window,
+        train.seed,
     )
     if init_from:
         arrays = {**flatten(state), **other_parameters(parts, init_from, say)}
@@ -237,7 +243,8 @@ def resume_target(parts: Parts, facts: dict[str, Any], say: Any) -> dict[str, An
     """The arrays to restore. Moves the loader to the checkpoint's position.
 
     Raises:
-        CheckpointError: of another model; or of other data, with config.data.if_changed="refuse".
+        CheckpointError: of another model; or of other data, with
+            config.data.on_data_change="refuse".
     """
     from checkpoints.manager import CheckpointError
     from training import resume
@@ -272,7 +279,7 @@ def filled(parts: Parts, arrays: dict[str, Any]) -> dict[str, Any]:
 
     if flatten(parts.shapes).keys() == arrays.keys():
         return arrays
-    carry = empty_carry(parts.model, parts.mesh, parts.config.data.rows)()
+    carry = empty_carry(parts.model, parts.mesh, parts.config.data.global_batch_size)()
     return {**arrays, **flatten({"carry": carry})}
 
 
@@ -415,13 +422,13 @@ def make_job(parts: Parts, manager: Any, state: Any, start: int, signals: Any, w
 
     config, data = parts.config, parts.config.data
     step, votes, peak = compile_step(parts, signals, writers)
-    slots = data.rows * data.sequence_length * config.train.windows_per_step
+    slots = data.global_batch_size * data.sequence_length * config.train.tbptt_windows
     meter = Meter(slots, parts.model, peak, skip_nonfinite=config.train.skip_nonfinite)
     evaluate = Evaluator(
         parts.model,
         parts.mesh,
         parts.validation,
-        data.rows,
+        data.global_batch_size,
         parts.goodput,
         reads_bytes=data.tokenizer == "bytes",
     )
@@ -459,7 +466,9 @@ def compile_step(parts: Parts, signals: Signals, writers: Any) -> tuple[Any, Any
         options, parts.model, parts.mesh, parts.optimizer, parts.schedule, parts.shapes
     )
     votes = make_votes(parts.mesh)
-    batch = batch_shapes(parts.mesh, config.train.windows_per_step, data.rows, data.sequence_length)
+    batch = batch_shapes(
+        parts.mesh, config.train.tbptt_windows, data.global_batch_size, data.sequence_length
+    )
     began = time.monotonic()
     with parts.goodput.during("compilation"):
         compiled = step.lower(parts.shapes, batch, votes[0]).compile()

@@ -40,7 +40,7 @@ def main() -> None:
             model.job.state, seconds = bare_steps(model.job, model.batch)
             model.seconds.append(seconds)
     print(f"{platform.machine()}, {os.cpu_count()} cores, {datetime.date.today()}")
-    rows, length = config.data.rows, config.data.sequence_length
+    rows, length = config.data.global_batch_size, config.data.sequence_length
     print(f"{config.train.steps} steps of {rows} x {length} tokens")
     print(f"{'':42}{'carry':>10}{'no carry':>10}")
     for name, values in table(trained):
@@ -77,7 +77,12 @@ def trained_model(config, carry: bool, signals: Signals) -> Trained:
         writers = Writers(workdir, 0, config.train.steps)
         data, options = config.data, config.train
         state = init_state(
-            parts.model, parts.mesh, parts.optimizer, data.rows, options.spike_window, options.seed
+            parts.model,
+            parts.mesh,
+            parts.optimizer,
+            data.global_batch_size,
+            options.spike_window,
+            options.seed,
         )
         carried = sum(x.nbytes for x in jax.tree.leaves(state.carry))
         job = train.make_job(parts, None, state, 0, signals, writers)
@@ -121,7 +126,7 @@ def evaluate(parts, params, keep) -> float:
         parts.model,
         parts.mesh,
         batches,
-        parts.config.data.rows,
+        parts.config.data.global_batch_size,
         parts.goodput,
         reads_bytes=False,
     )

@@ -27,10 +27,10 @@ def large_config(tokens: int, width: int):
 
     config = kda_cp4.get_config()
     config.model.update(
-        width=width, heads=width // 128, key_dim=128, value_dim=128, gate_rank=128,
-        ffn_dim=width * 11 // 4, repeats=4, compute_dtype="bfloat16",
+        d_model=width, kda_heads=width // 128, key_dim=128, value_dim=128, gate_rank=128,
+        d_ff=width * 11 // 4, num_repeats=4, compute_dtype="bfloat16",
     )  # fmt: skip
-    config.data.update(rows=1, sequence_length=tokens)
+    config.data.update(global_batch_size=1, sequence_length=tokens)
     config.optimizer.name = "adamw"
     return config
 
@@ -51,12 +51,16 @@ def build(devices, config, vocabulary: int):
     model, data = train.model_config(config, vocab_size=vocabulary), config.data
     options = OptimizerConfig(**config.optimizer)
     optimizer, schedule = make_optimizer(options, model), make_schedule(options)
-    shapes = state_shapes(model, mesh, optimizer, data.rows, config.train.spike_window)
+    shapes = state_shapes(model, mesh, optimizer, data.global_batch_size, config.train.spike_window)
     step = make_train_step(StepConfig(), model, mesh, optimizer, schedule, shapes)
     votes = jax.ShapeDtypeStruct(
         (mesh.size,), np.int32, sharding=jax.NamedSharding(mesh, jax.P(MESH_AXES))
     )
-    return step, (shapes, batch_shapes(mesh, 1, data.rows, data.sequence_length), votes)
+    return step, (
+        shapes,
+        batch_shapes(mesh, 1, data.global_batch_size, data.sequence_length),
+        votes,
+    )
 
 
 def compile_here(tokens: int, topology: str, width: int) -> dict[str, float]:

@@ -35,11 +35,11 @@ def get_config():
     config = base.get_config()
     with config.unlocked():
         config.mesh.data = 2  # a CPU device for each of two cores
-        config.data.rows = 4
+        config.data.global_batch_size = 4
         config.data.sequence_length = 2048
-        config.model.width = 256
-        config.model.repeats = 5
-        config.model.ffn_dim = 768
+        config.model.d_model = 256
+        config.model.num_repeats = 5
+        config.model.d_ff = 768
         config.model.remat = "none"
         config.model.kda_state_policy = "save"
         config.model.scan_layers = False  # on CPU what a scan stacks and cuts costs a sixth
@@ -88,7 +88,12 @@ def measure(config, workdir: str, signals: Signals) -> list[tuple[str, str]]:
     writers = Writers(workdir, 0, STEPS * TURNS)
     data = config.data
     state = init_state(
-        parts.model, parts.mesh, parts.optimizer, data.rows, config.train.spike_window, 0
+        parts.model,
+        parts.mesh,
+        parts.optimizer,
+        data.global_batch_size,
+        config.train.spike_window,
+        0,
     )
     began = time.perf_counter()
     job = train.make_job(parts, None, state, 0, signals, writers)
@@ -108,7 +113,7 @@ def measure(config, workdir: str, signals: Signals) -> list[tuple[str, str]]:
     writers.close()
     parts.loader.close()
     bare, whole = bare[1:], whole[1:]  # the first turn warms up
-    tokens = data.rows * data.sequence_length
+    tokens = data.global_batch_size * data.sequence_length
     step, loop = statistics.median(bare), statistics.median(whole)
     return [
         ("model", train.describe(parts)),

@@ -173,7 +173,7 @@ class Manager:
 
         Args:
             target: facts of a step -> the arrays wanted from it, with shardings; raises to refuse.
-            damaged: "stop" or "pass_over": what to do with a step whose content has changed.
+            damaged: "stop" or "skip": what to do with a step whose content has changed.
 
         Raises:
             CheckpointError: no step is whole, the format is unknown, the arrays are of another
@@ -424,6 +424,6 @@ def _advice(text: str, older: int | None) -> str:
     if older is None:
         return f"{text}; nothing was changed; try another --workdir to start anew"
     return (
-        f"{text}; nothing was changed; try --config.checkpoint.damaged=pass_over "
+        f"{text}; nothing was changed; try --config.checkpoint.damaged=skip "
         f"to go on from step {older}"
     )

@@ -34,11 +34,11 @@ def _train() -> ConfigDict:
     train.seed = 0
     # Consecutive rows of each stream in one step, gradient flowing through the state carried across
     # them; memory grows by the carried states alone. >= 1; more than 1 needs data.packing="stream".
-    train.windows_per_step = 1
+    train.tbptt_windows = 1
     # Parts that a step's rows are cut into, one after another, to save memory; the loss and the
-    # gradient stay those of all rows at once. >= 1, and data.rows must be a multiple of
-    # train.accumulation * mesh.data * mesh.fsdp.
-    train.accumulation = 1
+    # gradient stay those of all rows at once. >= 1, and data.global_batch_size must be a multiple
+    # of train.grad_accum_steps * mesh.data * mesh.fsdp.
+    train.grad_accum_steps = 1
     # Coefficient of the mean of log(sum(exp(logits)))^2, which keeps logits small. >= 0; 0: off.
     train.z_loss = 0.0
     # Skip the update (and the carried state) of a step whose loss or gradient is not finite, and
@@ -91,7 +91,7 @@ def _data() -> ConfigDict:
     data.sequence_length = 2048
     # Rows a step, over all devices. >= 1, a multiple of mesh.data * mesh.fsdp; with data.epochs = 0
     # no more than there are training documents.
-    data.rows = 4
+    data.global_batch_size = 4
     # "stream": a row is a stream, a long document goes on in the same row of the next batch.
     # "whole": documents whole in a row, longer ones cut into independent pieces.
     data.packing = "stream"
@@ -99,10 +99,10 @@ def _data() -> ConfigDict:
     data.packing_bins = 8
     # Passes over the training documents. >= 0; 0: as many as train.steps take.
     data.epochs = 0
-    # A resume whose data differ from the checkpoint's: "refuse"; or "go_on": other rows or another
-    # seed deal the same documents anew, each from where it was left, other documents begin at their
-    # beginning; the carried state starts empty.
-    data.if_changed = "refuse"
+    # A resume whose data differ from the checkpoint's: "refuse"; or "continue": other rows or
+    # another seed deal the same documents anew, each from where it was left, other documents begin
+    # at their beginning; the carried state starts empty.
+    data.on_data_change = "refuse"
     # Processes that read, tokenize and pack. >= 0; 0: the trainer's own.
     data.workers = 0
     # Batches made ahead of the step. >= 1.
@@ -113,21 +113,21 @@ def _data() -> ConfigDict:
 def _model() -> ConfigDict:
     model = ConfigDict()
     # Sizes are in elements and >= 1. The vocabulary is the tokenizer's.
-    model.width = 256  # a multiple of mesh.fsdp
+    model.d_model = 256  # a multiple of mesh.fsdp
     # Mixers of one repeat, in order: "kda" and "attention", separated by commas or blanks.
     model.pattern = "kda"
-    model.repeats = 2  # layers = repeats * length of the pattern
-    model.ffn_dim = 768  # a multiple of mesh.tensor
-    model.heads = 2  # KDA heads, a multiple of mesh.tensor
+    model.num_repeats = 2  # layers = repeats * length of the pattern
+    model.d_ff = 768  # a multiple of mesh.tensor
+    model.kda_heads = 2  # KDA heads, a multiple of mesh.tensor
     model.key_dim = 128  # K, a head; the TPU kernels want 128
     model.value_dim = 128  # V, a head; the TPU kernels want 128
     model.gate_rank = 128  # inner size of the decay and the output gate, a multiple of mesh.fsdp
-    model.conv_width = 4  # tokens that the causal convolution sees
+    model.conv_kernel_size = 4  # tokens that the causal convolution sees
     # "softplus": decay = -exp(a_log) * softplus(x). "bounded": decay = lower_bound * sigmoid(x).
-    model.gate = "softplus"
+    model.decay_gate = "softplus"
     model.gate_lower_bound = -5.0  # the bounded gate's floor, nepers a token; -5 <= x < 0
     # Every fresh document starts from a learned state instead of zeros.
-    model.learned_start_state = False
+    model.learned_initial_state = False
     # Start a continued row from the state that the row before ended with. False: from the start.
     model.carry = True
     # Attention layers, where the pattern has them; heads are multiples of mesh.tensor.
@@ -166,7 +166,7 @@ def _optimizer() -> ConfigDict:
     optimizer.warmup_steps = 100  # linear from 0, steps, >= 0 and less than the schedule's
     # Steps at the schedule's end over which "wsd" goes down, >= 1; warmup + decay fit into it.
     optimizer.decay_steps = 200
-    optimizer.final_fraction = 0.1  # learning rate at the end as a share of the peak, 0 <= x <= 1
+    optimizer.min_lr_ratio = 0.1  # learning rate at the end as a share of the peak, 0 <= x <= 1
     optimizer.clip_norm = 1.0  # the gradient's global norm is at most this, > 0
     optimizer.weight_decay = 0.1  # a unit of learning rate; not on norms, gates and vectors, >= 0
     optimizer.b1 = 0.9  # AdamW's decay of the mean, 0 <= x < 1
@@ -181,7 +181,7 @@ def _eval() -> ConfigDict:
     evaluation = ConfigDict()
     # Steps from one evaluation to the next, one at the end of the run too. >= 0; 0: never.
     evaluation.every = 200
-    # Batches an evaluation, of data.rows rows. >= 0; 0: all validation documents once.
+    # Batches an evaluation, of data.global_batch_size rows. >= 0; 0: all validation documents once.
     evaluation.batches = 0
     return evaluation
 
@@ -197,7 +197,7 @@ def _checkpoint() -> ConfigDict:
     checkpoint.keep_last = 2
     checkpoint.keep_every = 0
     checkpoint.keep_best = 1
-    # A checkpoint whose bytes have changed since it was written: "stop", or "pass_over" it.
+    # A checkpoint whose bytes have changed since it was written: "stop", or "skip" it.
     checkpoint.damaged = "stop"
     return checkpoint
 
@@ -231,18 +231,18 @@ def check(config: ConfigDict) -> None:
     if not re.fullmatch("(?!.*://).*|gs://[^/]+(/.*)?", config.checkpoint.directory):
         needs = "a local folder or gs://bucket/path"
         raise _wrong(config, "checkpoint.directory", needs, "gs://bucket/run")
-    if config.train.windows_per_step > 1 and config.data.packing != "stream":
-        raise _wrong(config, "train.windows_per_step", 'data.packing="stream"', "1")
-    if config.train.windows_per_step > 1 and not config.model.carry:
-        raise _wrong(config, "train.windows_per_step", "model.carry=True", "1")
+    if config.train.tbptt_windows > 1 and config.data.packing != "stream":
+        raise _wrong(config, "train.tbptt_windows", 'data.packing="stream"', "1")
+    if config.train.tbptt_windows > 1 and not config.model.carry:
+        raise _wrong(config, "train.tbptt_windows", "model.carry=True", "1")
 
 
 # Option: smallest value (or the bound it must lie above), and what to try.
 _AT_LEAST = {
     "train.steps": 1,
     "train.seed": 0,
-    "train.windows_per_step": 1,
-    "train.accumulation": 1,
+    "train.tbptt_windows": 1,
+    "train.grad_accum_steps": 1,
     "train.z_loss": 0,
     "train.spike_deviations": 0,
     "train.spike_window": 2,
@@ -251,7 +251,7 @@ _AT_LEAST = {
     "mesh.context": 1,
     "mesh.tensor": 1,
     "data.sequence_length": 2,
-    "data.rows": 1,
+    "data.global_batch_size": 1,
     "optimizer.schedule_steps": 0,
     "optimizer.warmup_steps": 0,
     "optimizer.decay_steps": 1,
@@ -276,7 +276,7 @@ _BELOW_ONE = {"optimizer.b1": 0.9, "optimizer.b2": 0.95, "optimizer.muon_momentu
 _CHOICES = {
     "optimizer.name": ("adamw", "muon"),
     "optimizer.schedule": ("cosine", "wsd"),
-    "checkpoint.damaged": ("stop", "pass_over"),
+    "checkpoint.damaged": ("stop", "skip"),
     "model.kda_implementation": ("auto", "mosaic_tpu", "chunked", "recurrent"),
 }
 
@@ -318,8 +318,8 @@ def _check_ranges(config: ConfigDict) -> None:
     for name, default in _BELOW_ONE.items():
         if not 0 <= _get(config, name) < 1:
             raise _wrong(config, name, "a number >= 0 and < 1", f"{default}")
-    if not 0 <= config.optimizer.final_fraction <= 1:
-        raise _wrong(config, "optimizer.final_fraction", "a number from 0 to 1", "0.1")
+    if not 0 <= config.optimizer.min_lr_ratio <= 1:
+        raise _wrong(config, "optimizer.min_lr_ratio", "a number from 0 to 1", "0.1")
 
 
 def _check_choices(config: ConfigDict) -> None:
@@ -329,7 +329,7 @@ def _check_choices(config: ConfigDict) -> None:
 
 
 def _check_rows(config: ConfigDict) -> None:
-    mesh, rows, length = config.mesh, config.data.rows, config.data.sequence_length
+    mesh, rows, length = config.mesh, config.data.global_batch_size, config.data.sequence_length
     if length % mesh.context:
         raise _wrong(
             config,
@@ -341,16 +341,16 @@ def _check_rows(config: ConfigDict) -> None:
     if rows % ranks:
         raise _wrong(
             config,
-            "data.rows",
+            "data.global_batch_size",
             f"a multiple of config.mesh.data * config.mesh.fsdp ({ranks})",
             _multiples(rows, ranks),
         )
-    if rows % (ranks * config.train.accumulation):
+    if rows % (ranks * config.train.grad_accum_steps):
         raise _wrong(
             config,
-            "train.accumulation",
+            "train.grad_accum_steps",
             f"a divisor of the rows of a rank ({rows // ranks})",
-            _divisors(rows // ranks, config.train.accumulation),
+            _divisors(rows // ranks, config.train.grad_accum_steps),
         )
 
 

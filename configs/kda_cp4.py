@@ -16,12 +16,12 @@ def get_config():
     with config.unlocked():
         config.mesh.context = 4
         config.train.steps = 300
-        config.data.rows = 2
+        config.data.global_batch_size = 2
         config.data.sequence_length = 1024
-        config.model.width = 256
-        config.model.repeats = 4
-        config.model.ffn_dim = 512
-        config.model.heads = 2
+        config.model.d_model = 256
+        config.model.num_repeats = 4
+        config.model.d_ff = 512
+        config.model.kda_heads = 2
         config.optimizer.name = "muon"
         config.optimizer.learning_rate = 3e-3
         config.optimizer.schedule_steps = 300

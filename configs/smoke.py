@@ -14,11 +14,11 @@ def get_config():
     with config.unlocked():
         config.train.steps = 20
         config.data.sequence_length = 128
-        config.data.rows = 2
-        config.model.width = 64
-        config.model.repeats = 2
-        config.model.ffn_dim = 128
-        config.model.heads = 2
+        config.data.global_batch_size = 2
+        config.model.d_model = 64
+        config.model.num_repeats = 2
+        config.model.d_ff = 128
+        config.model.kda_heads = 2
         config.model.key_dim = 16
         config.model.value_dim = 16
         config.model.gate_rank = 16

@@ -68,7 +68,7 @@ def make_loader(
 def _check_mesh(config: DataConfig, mesh: Mesh) -> None:
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     for name, given, parts, axes in (
-        ("rows", config.rows, shards, "mesh.data * mesh.fsdp"),
+        ("global_batch_size", config.global_batch_size, shards, "mesh.data * mesh.fsdp"),
         ("sequence_length", config.sequence_length, mesh.shape["context"], "mesh.context"),
     ):
         if given % parts:
@@ -86,14 +86,15 @@ def _check_documents(config: DataConfig, source: DocumentSource, mesh: Mesh) -> 
     With a number of epochs they end, and their rows are padded.
     """
     found = int(np.count_nonzero(source.sizes))
-    if config.epochs or found >= config.rows:
+    if config.epochs or found >= config.global_batch_size:
         return
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     fewer = found // shards * shards
     raise ValueError(
-        f"config.data.rows={config.rows}: needs at least as many training documents, or rows would "
-        f"read the same text at the same steps; there {'is' if found == 1 else 'are'} {found}; "
-        + (f"try --config.data.rows={fewer}, or cut" if fewer else "cut")
+        f"config.data.global_batch_size={config.global_batch_size}: needs at least as many "
+        "training documents, or rows would read the same text at the same steps; there "
+        f"{'is' if found == 1 else 'are'} {found}; "
+        + (f"try --config.data.global_batch_size={fewer}, or cut" if fewer else "cut")
         + f" {'it' if found == 1 else 'them'} into more documents"
     )
 
@@ -134,11 +135,13 @@ class Loader:
         self._max_batches = max_batches or _NO_LIMIT
         self._sharding = NamedSharding(mesh, PartitionSpec(None, ROWS, "context"))
         self._flags_sharding = NamedSharding(mesh, PartitionSpec(None, ROWS))
-        self._rows = rows_here(self._flags_sharding, config.rows)
+        self._rows = rows_here(self._flags_sharding, config.global_batch_size)
         self._batches_out = 0
         self._earlier: dict[str, Any] | None = None  # what streams of another deal have read
         self._corpus = self._deal()
-        self._records = _start(config.rows)  # of all rows; kept up for the rows held here
+        self._records = _start(
+            config.global_batch_size
+        )  # of all rows; kept up for the rows held here
         self._total: int | None = None
         # The running pipeline's iterator, or nothing. A list, so that closing it lets go of it:
         # also at interpreter exit, as a thread must not place arrays while JAX is taken down.
@@ -150,7 +153,7 @@ class Loader:
         train = self._split == "train"
         dealer = Dealer(
             self.source.sizes,
-            streams=self._config.rows,
+            streams=self._config.global_batch_size,
             seed=self._seed,
             epochs=self._config.epochs if train else 1,
             shuffle=train,
@@ -161,7 +164,7 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         if self._split == "eval":
             total = self._total  # of a whole pass, so still right
-            self._move_to(_start(self._config.rows), 0)
+            self._move_to(_start(self._config.global_batch_size), 0)
             self._total = total
         return self
 
@@ -194,7 +197,7 @@ class Loader:
 
     def _ends_by_itself(self) -> bool:
         """This host holds all rows, so it sees when they have all ended."""
-        return len(self._rows) == self._config.rows
+        return len(self._rows) == self._config.global_batch_size
 
     def _limit(self) -> int:
         """Returns after how many batches to stop, the same on every host.
@@ -234,7 +237,9 @@ class Loader:
             windows=self._windows,
             workers=workers,
         )
-        place = _Placer(self._rows, self._config.rows, self._sharding, self._flags_sharding)
+        place = _Placer(
+            self._rows, self._config.global_batch_size, self._sharding, self._flags_sharding
+        )
         placed = grain.experimental.ThreadPrefetchIterDataset(
             dataset.map(place), prefetch_buffer_size=self._config.prefetch
         )
@@ -261,8 +266,8 @@ class Loader:
     def restore(self, state: dict[str, Any]) -> str:
         """Goes to a saved position; the next batch is the one that followed it.
 
-        Returns "", or a line that says what happened where `config.data.if_changed` allowed other
-        rows, another seed or other documents. Then no row continues what it held before.
+        Returns "", or a line that says what happened where `config.data.on_data_change` allowed
+        other rows, another seed or other documents. Then no row continues what it held before.
 
         Raises ValueError, in one line that names what differs, where the position belongs to other
         data. Workers, prefetch, epochs, windows, mesh and processes may always differ, and in
@@ -278,12 +283,12 @@ class Loader:
             self._earlier = state["earlier"]
             self._move_to(records, state["batches"])
             return ""
-        if self._config.if_changed == "refuse":
+        if self._config.on_data_change == "refuse":
             if _why_not_go_on(state["data"], self._identity()):
                 raise ValueError(f"{changed[0]}; set it back or start in a new --workdir")
             raise ValueError(
                 f"{changed[0]}; set it back, start in a new --workdir, or let the run go on with "
-                "--config.data.if_changed=go_on"
+                "--config.data.on_data_change=continue"
             )
         return self._go_on(state, records, changed)
 
@@ -292,7 +297,7 @@ class Loader:
         saved, given = state["data"], self._identity()
         if why_not := _why_not_go_on(saved, given):
             raise ValueError(f"{changed[0]}; {why_not}")
-        start = _start(self._config.rows)
+        start = _start(self._config.global_batch_size)
         if _other_documents(saved, given):
             self._earlier = None
             self._move_to(start, state["batches"])
@@ -327,7 +332,7 @@ class Loader:
             "path": self.source.fingerprint,
             "tokenizer": self.tokenizer.fingerprint,
             "packing": config.packing,
-            "rows": config.rows,
+            "global_batch_size": config.global_batch_size,
             "seed": self._seed,
         }
         if config.packing == "whole":

@@ -4,7 +4,7 @@ import dataclasses
 
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "array_record")
 PACKINGS = ("stream", "whole")
-IF_CHANGED = ("refuse", "go_on")
+ON_DATA_CHANGE = ("refuse", "continue")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +39,9 @@ class DataConfig:
 
     # Tokens a row, over the whole context axis. >= 2, a multiple of the context axis.
     sequence_length: int = 2048
-    # Rows a step, over all hosts (times windows_per_step windows). >= 1, a multiple of
+    # Rows a step, over all hosts (times tbptt_windows windows). >= 1, a multiple of
     # mesh.data * mesh.fsdp; without `epochs` no more than there are training documents.
-    rows: int = 4
+    global_batch_size: int = 4
     # "stream": each row is a stream, long documents go on in the same row of the next batch.
     # "whole": documents whole in a row, longer ones cut into independent pieces.
     packing: str = "stream"
@@ -53,9 +53,9 @@ class DataConfig:
 
     # When a resumed run's position was saved with other rows, another seed or other documents:
     #   "refuse"  stop with a line that names what changed
-    #   "go_on"   say so in a line; the same documents are dealt anew, each from where it was left
+    #   "continue"  say so in a line; the same documents are dealt anew, each from where it was left
     #             ("stream" packing only), other documents are read from their beginning
-    if_changed: str = "refuse"
+    on_data_change: str = "refuse"
 
     # Processes that read, tokenize and pack; 0 does it in this one. They share a host's rows out,
     # so the largest number up to this that divides the rows of this host is used. >= 0.
@@ -70,10 +70,10 @@ class DataConfig:
         """
         _one_of("source", self.source, SOURCES)
         _one_of("packing", self.packing, PACKINGS)
-        _one_of("if_changed", self.if_changed, IF_CHANGED)
+        _one_of("on_data_change", self.on_data_change, ON_DATA_CHANGE)
         for name, least in (
             ("sequence_length", 2),
-            ("rows", 1),
+            ("global_batch_size", 1),
             ("packing_bins", 1),
             ("epochs", 0),
             ("workers", 0),

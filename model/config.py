@@ -20,27 +20,27 @@ class ModelConfig:
     """A decoder's shape and how it is computed.
 
     Sizes are in elements. `pattern` names the mixers of one repeat, in order; the decoder is
-    `pattern` `repeats` times over, so ("kda", "kda", "kda", "attention") x 2 has eight layers.
+    `pattern` `num_repeats` times over, so ("kda", "kda", "kda", "attention") x 2 has eight layers.
 
     Raises:
         ValueError: naming the option, what was given and what is needed.
     """
 
     vocab_size: int
-    width: int = 256
+    d_model: int = 256
     pattern: tuple[str, ...] = ("kda",)
-    repeats: int = 2
-    ffn_dim: int = 768
-    # KDA: `heads` heads of K = key_dim and V = value_dim; `gate_rank` is the inner size of the two
-    # low-rank gates (Kimi Linear takes the head size).
-    heads: int = 2
+    num_repeats: int = 2
+    d_ff: int = 768
+    # KDA: `kda_heads` heads of K = key_dim and V = value_dim; `gate_rank` is the inner size of the
+    # two low-rank gates (Kimi Linear takes the head size).
+    kda_heads: int = 2
     key_dim: int = 128
     value_dim: int = 128
     gate_rank: int = 128
-    conv_width: int = 4
-    gate: str = "softplus"
+    conv_kernel_size: int = 4
+    decay_gate: str = "softplus"
     gate_lower_bound: float = -5.0  # nepers a token; the bounded gate's floor, unused by softplus
-    learned_start_state: bool = False
+    learned_initial_state: bool = False
     carry: bool = True
     # Attention: `attention_heads` query heads share `attention_kv_heads` keys and values.
     attention_heads: int = 2
@@ -62,19 +62,21 @@ class ModelConfig:
             raise ValueError("config.model.pattern is empty; it needs at least one layer")
         for mixer in self.pattern:
             _one_of("pattern", mixer, MIXERS)
-        _one_of("gate", self.gate, GATES)
+        _one_of("decay_gate", self.decay_gate, GATES)
         _one_of("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         _one_of("remat", self.remat, REMAT_POLICIES)
         _one_of("kda_state_policy", self.kda_state_policy, STATE_POLICIES)
         for name in _SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"config.model.{name} = {getattr(self, name)}; it must be >= 1")
-        if self.conv_width < 2:
-            raise ValueError(f"config.model.conv_width = {self.conv_width}; it must be >= 2")
+        if self.conv_kernel_size < 2:
+            raise ValueError(
+                f"config.model.conv_kernel_size = {self.conv_kernel_size}; it must be >= 2"
+            )
         for name in ("norm_eps", "init_std"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"config.model.{name} = {getattr(self, name)}; it must be > 0")
-        if self.gate == "bounded" and not -5.0 <= self.gate_lower_bound < 0.0:
+        if self.decay_gate == "bounded" and not -5.0 <= self.gate_lower_bound < 0.0:
             raise ValueError(
                 f"config.model.gate_lower_bound = {self.gate_lower_bound}; it must be in [-5, 0)"
             )
@@ -87,7 +89,7 @@ class ModelConfig:
 
     @property
     def layers(self) -> int:
-        return len(self.pattern) * self.repeats
+        return len(self.pattern) * self.num_repeats
 
     @property
     def padded_vocab_size(self) -> int:
@@ -97,10 +99,10 @@ class ModelConfig:
 
 _SIZES = (
     "vocab_size",
-    "width",
-    "repeats",
-    "ffn_dim",
-    "heads",
+    "d_model",
+    "num_repeats",
+    "d_ff",
+    "kda_heads",
     "key_dim",
     "value_dim",
     "gate_rank",
@@ -121,9 +123,9 @@ def check_mesh(cfg: ModelConfig, mesh_shape: Mapping[str, int]) -> None:
     Raises:
         ValueError: naming config.mesh.X, the size that it must divide, and values that do.
     """
-    needs = [("fsdp", "width", cfg.width), ("tensor", "ffn_dim", cfg.ffn_dim)]
+    needs = [("fsdp", "d_model", cfg.d_model), ("tensor", "d_ff", cfg.d_ff)]
     if "kda" in cfg.pattern:
-        needs += [("fsdp", "gate_rank", cfg.gate_rank), ("tensor", "heads", cfg.heads)]
+        needs += [("fsdp", "gate_rank", cfg.gate_rank), ("tensor", "kda_heads", cfg.kda_heads)]
     if "attention" in cfg.pattern:
         needs += [
             ("tensor", "attention_heads", cfg.attention_heads),

@@ -76,7 +76,7 @@ def init_carry(cfg: ModelConfig, rows: int) -> Arrays:
         if mixer != "kda" or not cfg.carry:
             return {}
         layer = init_kda_carry(cfg, rows)
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (cfg.repeats, *x.shape)), layer)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (cfg.num_repeats, *x.shape)), layer)
 
     return {"blocks": tuple(stacked(mixer) for mixer in cfg.pattern)}
 
@@ -117,7 +117,7 @@ def _run_blocks(params, cfg: ModelConfig, hidden, plan: RowPlan, carry, mesh: Me
     if cfg.scan_layers:
         return jax.lax.scan(repeat, hidden, (params, carry))
     ends = []
-    for index in range(cfg.repeats):
+    for index in range(cfg.num_repeats):
         stacked = jax.tree.map(lambda x, index=index: x[index], (params, carry))
         hidden, end = repeat(hidden, stacked)
         ends.append(end)

@@ -21,14 +21,14 @@ def train_flops_per_token(cfg: ModelConfig) -> float:
     6 a weight of every matrix (the embedding is read, not multiplied), plus convolutions and
     KDA. KDA's count does not depend on row length, packing or ranks.
     """
-    forward = 2.0 * cfg.width * cfg.vocab_size  # the head, without the vocabulary's padding
+    forward = 2.0 * cfg.d_model * cfg.vocab_size  # the head, without the vocabulary's padding
     for mixer in cfg.pattern:
         matrices = [spec for spec in jax.tree.leaves(block_specs(cfg, mixer)) if spec.cast]
         layer = 2.0 * sum(math.prod(spec.shape) for spec in matrices)
         if mixer == "kda":
-            channels = cfg.heads * (2 * cfg.key_dim + cfg.value_dim)
-            layer += 2.0 * cfg.conv_width * channels + kda_flops_per_token(cfg)
-        forward += cfg.repeats * layer
+            channels = cfg.kda_heads * (2 * cfg.key_dim + cfg.value_dim)
+            layer += 2.0 * cfg.conv_kernel_size * channels + kda_flops_per_token(cfg)
+        forward += cfg.num_repeats * layer
     return _TRAIN * forward
 
 
@@ -39,7 +39,7 @@ def kda_flops_per_token(cfg: ModelConfig) -> float:
     times values, 2/3 C^2 for the inverse of I + L.
     """
     k, v, c = cfg.key_dim, cfg.value_dim, CHUNK
-    return cfg.heads * (6.0 * k * v + 4.0 * c * (k + v) + 2.0 / 3.0 * c * c)
+    return cfg.kda_heads * (6.0 * k * v + 4.0 * c * (k + v) + 2.0 / 3.0 * c * c)
 
 
 def attention_flops_per_token(cfg: ModelConfig, mean_context: float) -> float:
@@ -47,6 +47,6 @@ def attention_flops_per_token(cfg: ModelConfig, mean_context: float) -> float:
 
     mean_context: keys that a query sees, on average; (n + 1) / 2 for documents of n tokens.
     """
-    layers = cfg.repeats * cfg.pattern.count("attention")
+    layers = cfg.num_repeats * cfg.pattern.count("attention")
     forward = 4.0 * cfg.attention_heads * cfg.attention_head_dim * mean_context
     return _TRAIN * layers * forward

@@ -66,7 +66,7 @@ def kda_mixer(
         _island_params(params, cfg), streams, decay, beta, plan.segments, begin
     )
     gate = matmul(matmul(x, params["output_gate_a"]), params["output_gate_b"])
-    heads = (*x.shape[:2], cfg.heads, cfg.value_dim)
+    heads = (*x.shape[:2], cfg.kda_heads, cfg.value_dim)
     normed = gated_rms_norm(
         mixed.reshape(heads), gate.reshape(heads), params["output_norm"], cfg.norm_eps
     )
@@ -76,10 +76,10 @@ def kda_mixer(
 
 def init_kda_carry(cfg: ModelConfig, rows: int) -> Arrays:
     """The carry of one layer before any token: zeros. Convolution inputs have the compute dtype."""
-    state = jnp.zeros((rows, cfg.heads, cfg.key_dim, cfg.value_dim), jnp.float32)
+    state = jnp.zeros((rows, cfg.kda_heads, cfg.key_dim, cfg.value_dim), jnp.float32)
     channels = {"q": cfg.key_dim, "k": cfg.key_dim, "v": cfg.value_dim}
     conv = {
-        name: jnp.zeros((rows, cfg.conv_width - 1, cfg.heads * size), cfg.compute_dtype)
+        name: jnp.zeros((rows, cfg.conv_kernel_size - 1, cfg.kda_heads * size), cfg.compute_dtype)
         for name, size in channels.items()
     }
     return {"state": state, "conv": conv}
@@ -87,7 +87,7 @@ def init_kda_carry(cfg: ModelConfig, rows: int) -> Arrays:
 
 def _begin(params: Arrays, cfg: ModelConfig, plan: RowPlan, carry: Arrays) -> Arrays:
     """What each row's first segment starts from: the carry where it continues, else afresh."""
-    fresh = params["start_state"] if cfg.learned_start_state else 0.0
+    fresh = params["start_state"] if cfg.learned_initial_state else 0.0
     state = jnp.where(plan.continues[:, None, None, None], carry["state"], fresh)
     tails = {
         name: jnp.where(plan.continues[:, None, None], tail, 0)
@@ -108,14 +108,14 @@ def _end(plan: RowPlan, carry: Arrays, end: Arrays) -> Arrays:
 
 def _island_params(params: Arrays, cfg: ModelConfig) -> Arrays:
     names = ["q_conv", "k_conv", "v_conv", "a_log", "dt_bias"]
-    return {name: params[name] for name in names + ["start_state"] * cfg.learned_start_state}
+    return {name: params[name] for name in names + ["start_state"] * cfg.learned_initial_state}
 
 
 def _island(cfg: ModelConfig, mesh: Mesh):
     """Convolution and KDA on each rank's rows, tokens and heads, as one `jax.shard_map`."""
     param_specs = dict.fromkeys(("q_conv", "k_conv", "v_conv"), _TAP_SPEC)
     param_specs |= dict.fromkeys(("a_log", "dt_bias"), _HEAD_SPEC)
-    if cfg.learned_start_state:
+    if cfg.learned_initial_state:
         param_specs["start_state"] = _HEAD_SPEC
     carry_specs = {"state": STATE_SPEC, "conv": TAIL_SPEC} if cfg.carry else {}
     axis_name = CONTEXT if mesh.shape[CONTEXT] > 1 else None
@@ -156,7 +156,7 @@ def _mix_local(cfg, axis_name, params, streams, decay, beta, segments, begin):
         final_state="last" if cfg.carry else "none",
         a_log=params["a_log"],
         dt_bias=params["dt_bias"],
-        lower_bound=cfg.gate_lower_bound if cfg.gate == "bounded" else None,
+        lower_bound=cfg.gate_lower_bound if cfg.decay_gate == "bounded" else None,
         qk_l2norm=True,
         axis_name=axis_name,
         state_policy=cfg.kda_state_policy,

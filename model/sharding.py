@@ -81,11 +81,13 @@ def param_specs(cfg: ModelConfig) -> dict[str, Any]:
     """
     specs: dict[str, Any] = {
         "embedding": _embedding(cfg),
-        "blocks": tuple(_stacked(cfg.repeats, block_specs(cfg, mixer)) for mixer in cfg.pattern),
-        "final_norm": _gain(cfg.width),
+        "blocks": tuple(
+            _stacked(cfg.num_repeats, block_specs(cfg, mixer)) for mixer in cfg.pattern
+        ),
+        "final_norm": _gain(cfg.d_model),
     }
     if not cfg.tie_embeddings:
-        shape = (cfg.width, cfg.padded_vocab_size)
+        shape = (cfg.d_model, cfg.padded_vocab_size)
         specs["head"] = _matrix(shape, ("width", "vocab"), cfg.init_std, muon=False)
     return specs
 
@@ -142,13 +144,13 @@ def param_count(cfg: ModelConfig) -> int:
 def block_specs(cfg: ModelConfig, mixer: str) -> dict[str, Any]:
     """The table of one block, not stacked."""
     return {
-        "mixer_norm": _gain(cfg.width),
+        "mixer_norm": _gain(cfg.d_model),
         "mixer": _kda(cfg) if mixer == "kda" else _attention(cfg),
-        "ffn_norm": _gain(cfg.width),
+        "ffn_norm": _gain(cfg.d_model),
         "ffn": {
-            "gate": _matrix((cfg.width, cfg.ffn_dim), ("width", "ffn"), cfg.init_std),
-            "up": _matrix((cfg.width, cfg.ffn_dim), ("width", "ffn"), cfg.init_std),
-            "down": _matrix((cfg.ffn_dim, cfg.width), ("ffn", "width"), _residual_std(cfg)),
+            "gate": _matrix((cfg.d_model, cfg.d_ff), ("width", "ffn"), cfg.init_std),
+            "up": _matrix((cfg.d_model, cfg.d_ff), ("width", "ffn"), cfg.init_std),
+            "down": _matrix((cfg.d_ff, cfg.d_model), ("ffn", "width"), _residual_std(cfg)),
         },
     }
 
@@ -160,34 +162,36 @@ def _kda(cfg: ModelConfig) -> dict[str, Any]:
     time step log-uniform in [1e-3, 0.1], so that exp(a_log) softplus(dt_bias) forgets over one to a
     thousand tokens; convolutions are torch's default, uniform in +-W^-1/2.
     """
-    width, rank = cfg.width, cfg.gate_rank
-    keys, values = cfg.heads * cfg.key_dim, cfg.heads * cfg.value_dim
+    width, rank = cfg.d_model, cfg.gate_rank
+    keys, values = cfg.kda_heads * cfg.key_dim, cfg.kda_heads * cfg.value_dim
     std = cfg.init_std
     specs = {
         "q": _matrix((width, keys), ("width", "heads"), std),
         "k": _matrix((width, keys), ("width", "heads"), std),
         "v": _matrix((width, values), ("width", "heads"), std),
-        "q_conv": _conv(cfg.conv_width, keys),
-        "k_conv": _conv(cfg.conv_width, keys),
-        "v_conv": _conv(cfg.conv_width, values),
+        "q_conv": _conv(cfg.conv_kernel_size, keys),
+        "k_conv": _conv(cfg.conv_kernel_size, keys),
+        "v_conv": _conv(cfg.conv_kernel_size, values),
         "decay_a": _matrix((width, rank), ("width", "gate_rank"), std),
         "decay_b": _matrix((rank, keys), ("gate_rank", "heads"), std),
-        "a_log": _vector((cfg.heads,), ("heads",), _log_uniform_rate),
-        "dt_bias": _vector((cfg.heads, cfg.key_dim), ("heads", "whole"), _inverse_softplus_step),
-        "beta": _matrix((width, cfg.heads), ("width", "heads"), std),
+        "a_log": _vector((cfg.kda_heads,), ("heads",), _log_uniform_rate),
+        "dt_bias": _vector(
+            (cfg.kda_heads, cfg.key_dim), ("heads", "whole"), _inverse_softplus_step
+        ),
+        "beta": _matrix((width, cfg.kda_heads), ("width", "heads"), std),
         "output_gate_a": _matrix((width, rank), ("width", "gate_rank"), std),
         "output_gate_b": _matrix((rank, values), ("gate_rank", "heads"), std),
         "output_norm": _gain(cfg.value_dim),
         "output": _matrix((values, width), ("heads", "width"), _residual_std(cfg)),
     }
-    if cfg.learned_start_state:
-        shape = (cfg.heads, cfg.key_dim, cfg.value_dim)
+    if cfg.learned_initial_state:
+        shape = (cfg.kda_heads, cfg.key_dim, cfg.value_dim)
         specs["start_state"] = _vector(shape, ("heads", "whole", "whole"), _zeros)
     return specs
 
 
 def _attention(cfg: ModelConfig) -> dict[str, Any]:
-    width, std = cfg.width, cfg.init_std
+    width, std = cfg.d_model, cfg.init_std
     queries = cfg.attention_heads * cfg.attention_head_dim
     keys = cfg.attention_kv_heads * cfg.attention_head_dim
     return {
@@ -220,7 +224,7 @@ def _matrix(shape, axes, std: float, *, muon: bool = True) -> ParamSpec:
 
 def _embedding(cfg: ModelConfig) -> ParamSpec:
     """Stays float32 where it is read, so that a frequent token's gradients add up in float32."""
-    shape = (cfg.padded_vocab_size, cfg.width)
+    shape = (cfg.padded_vocab_size, cfg.d_model)
     spec = _matrix(shape, ("vocab", "width"), cfg.init_std, muon=False)
     return dataclasses.replace(spec, cast=False)
 

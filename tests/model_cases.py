@@ -19,11 +19,11 @@ VOCABULARY = 61
 # Width 32, two heads of K 8 and V 16: every size differs from the others, so that no mix-up passes.
 KDA = ModelConfig(
     vocab_size=VOCABULARY,
-    width=32,
+    d_model=32,
     pattern=("kda",),
-    repeats=2,
-    ffn_dim=48,
-    heads=2,
+    num_repeats=2,
+    d_ff=48,
+    kda_heads=2,
     key_dim=8,
     value_dim=16,
     gate_rank=4,
@@ -34,7 +34,7 @@ KDA = ModelConfig(
     compute_dtype="float32",
     loss_chunk=24,
 )
-MIXED = dataclasses.replace(KDA, pattern=("kda", "attention"), learned_start_state=True)
+MIXED = dataclasses.replace(KDA, pattern=("kda", "attention"), learned_initial_state=True)
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1) -> jax.sharding.Mesh:

@@ -24,7 +24,7 @@ from tests.model_cases import (
 )
 from tests.tolerances import FINITE_DIFFERENCE, MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
 
-CFG = dataclasses.replace(KDA, learned_start_state=True)
+CFG = dataclasses.replace(KDA, learned_initial_state=True)
 OFF = dataclasses.replace(CFG, carry=False)
 WINDOW, WINDOWS = 32, 6
 CONTEXTS = [pytest.param(1, marks=pytest.mark.slow), 4]

@@ -150,7 +150,7 @@ def test_the_bounded_gate_forgets_by_its_bound():
         return fast_jit(lambda p: forward(p, cfg, *arrays, make_mesh())[0])(params)
 
     def bounded(bound):
-        cfg = dataclasses.replace(KDA, gate="bounded", gate_lower_bound=bound)
+        cfg = dataclasses.replace(KDA, decay_gate="bounded", gate_lower_bound=bound)
         return hidden(params, cfg)
 
     real = SEGMENTS != 0

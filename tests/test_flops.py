@@ -23,8 +23,8 @@ def test_by_hand():
 
 def test_matrix_products_are_counted_as_the_compiler_counts_them():
     """One SwiGLU more costs what XLA says that its three products cost, forward and backward."""
-    wide = dataclasses.replace(KDA, ffn_dim=KDA.ffn_dim + 64, repeats=1)
-    narrow = dataclasses.replace(KDA, repeats=1)
+    wide = dataclasses.replace(KDA, d_ff=KDA.d_ff + 64, num_repeats=1)
+    narrow = dataclasses.replace(KDA, num_repeats=1)
     added = train_flops_per_token(wide) - train_flops_per_token(narrow)
     params = {"gate": (32, 64), "up": (32, 64), "down": (64, 32)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in params.items()}
@@ -41,7 +41,7 @@ def test_kda_is_the_same_for_every_length_and_attention_grows_with_it():
     assert attention_flops_per_token(KDA, 1000.0) == 0
     one, two = (attention_flops_per_token(MIXED, n) for n in (100.0, 200.0))
     assert one == 12 * 2 * 4 * 8 * 100 and two == 2 * one
-    half_heads = dataclasses.replace(KDA, heads=1)
+    half_heads = dataclasses.replace(KDA, kda_heads=1)
     assert kda_flops_per_token(KDA) == 2 * kda_flops_per_token(half_heads)
 
 

@@ -17,11 +17,11 @@ from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
 
 CONFIG = ModelConfig(
     vocab_size=61,
-    width=32,
+    d_model=32,
     pattern=("kda",),
-    repeats=2,
-    ffn_dim=48,
-    heads=2,
+    num_repeats=2,
+    d_ff=48,
+    kda_heads=2,
     key_dim=16,
     value_dim=16,
     gate_rank=16,
@@ -58,8 +58,8 @@ def to_ours(golden: dict, kind: str) -> dict:
         mixer = {ours: get(theirs + ".weight").T for ours, theirs in LINEARS.items()}
         taps = np.split(get("self_attn.conv1d.weight")[:, 0].T, 3, axis=1)
         mixer |= dict(zip(("q_conv", "k_conv", "v_conv"), taps))
-        mixer["a_log"] = get("self_attn.forget_gate.A_log").reshape(CONFIG.heads)
-        mixer["dt_bias"] = get("self_attn.forget_gate.dt_bias").reshape(CONFIG.heads, -1)
+        mixer["a_log"] = get("self_attn.forget_gate.A_log").reshape(CONFIG.kda_heads)
+        mixer["dt_bias"] = get("self_attn.forget_gate.dt_bias").reshape(CONFIG.kda_heads, -1)
         mixer["output_norm"] = get("self_attn.o_norm.weight")
         ffn = {name: get(f"mlp.{name}_proj.weight").T for name in ("gate", "up", "down")}
         norms = {
@@ -116,7 +116,7 @@ def test_mixer_has_their_output_and_input_gradient(golden):
 def test_comparison_sees_a_wrong_gate(golden):
     """The bounded gate is another function; golden values blind to it would prove little."""
     mesh = make_mesh()
-    other = dataclasses.replace(CONFIG, gate="bounded")
+    other = dataclasses.replace(CONFIG, decay_gate="bounded")
     params = jax.tree.map(lambda x: x[0], to_ours(golden, "w:")["blocks"][0]["mixer"])
     plan = plan_rows(jnp.ones((2, 70), jnp.int32), jnp.zeros(2, bool), mesh)
     out, _ = fast_jit(lambda x: kda_mixer(params, other, x, plan, {}, mesh))(golden["mixer_in"])

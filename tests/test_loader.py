@@ -42,7 +42,11 @@ def config(tmp_path) -> DataConfig:
         text = generator.integers(32, 126, size, dtype=np.uint8).tobytes()
         (tmp_path / f"{number:02}.txt").write_bytes(text)
     return DataConfig(
-        source="text", path=str(tmp_path), sequence_length=64, rows=4, eval_fraction=0.2
+        source="text",
+        path=str(tmp_path),
+        sequence_length=64,
+        global_batch_size=4,
+        eval_fraction=0.2,
     )
 
 
@@ -111,7 +115,7 @@ def test_rows_of_a_single_text_file_differ(tmp_path, packing):
     text = b"".join(b"%07d\n" % number for number in range(64_000))
     file.write_bytes(text)
     options = DataConfig(
-        source="text", path=str(file), eval_path=str(file), rows=4, sequence_length=512
+        source="text", path=str(file), eval_path=str(file), global_batch_size=4, sequence_length=512
     )
     with loader(change(options, packing=packing)) as source:
         made = [np.asarray(next(source).tokens)[0] for _ in range(100)]
@@ -135,7 +139,7 @@ def test_fewer_documents_than_rows_are_refused(tmp_path, count, shards):
         path=str(tmp_path / "a.jsonl"),
         eval_path=str(tmp_path / "a.jsonl"),
         sequence_length=8,
-        rows=4,
+        global_batch_size=4,
     )
     mesh = make_mesh(data=shards)
     if count == 4:
@@ -146,22 +150,24 @@ def test_fewer_documents_than_rows_are_refused(tmp_path, count, shards):
         loader(options, mesh=mesh)
     fewer = count // shards * shards
     assert str(caught.value) == (
-        "config.data.rows=4: needs at least as many training documents, or rows would read the "
-        f"same text at the same steps; there {'are 3' if count == 3 else 'is 1'}; "
-        + (f"try --config.data.rows={fewer}, or " if fewer else "")
+        "config.data.global_batch_size=4: needs at least as many training documents, or rows would "
+        f"read the same text at the same steps; there {'are 3' if count == 3 else 'is 1'}; "
+        + (f"try --config.data.global_batch_size={fewer}, or " if fewer else "")
         + f"cut {'them' if count == 3 else 'it'} into more documents"
     )
     for made in (loader(change(options, epochs=1), mesh=mesh), loader(options, "eval", mesh=mesh)):
         tokens = [np.count_nonzero(batch.segment_ids) for batch in made]
         assert sum(tokens) == count * (len("0 document ") + 2)
     if fewer:
-        loader(change(options, rows=fewer), mesh=mesh).close()
+        loader(change(options, global_batch_size=fewer), mesh=mesh).close()
 
 
 def test_empty_documents_do_not_count_for_rows(config):
     for file in sorted(Path(config.path).iterdir())[2:]:
         file.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"there are 2; try --config\.data\.rows=2, or cut"):
+    with pytest.raises(
+        ValueError, match=r"there are 2; try --config\.data\.global_batch_size=2, or cut"
+    ):
         loader(change(config, eval_path=config.path))
 
 
@@ -259,7 +265,11 @@ def test_another_sequence_length_goes_on_with_the_same_tokens(config):
 @pytest.mark.parametrize(
     ("options", "said", "can_go_on"),
     [
-        ({"rows": 2}, "config.data.rows: the saved data position is for 4, this run has 2", True),
+        (
+            {"global_batch_size": 2},
+            "config.data.global_batch_size: the saved data position is for 4, this run has 2",
+            True,
+        ),
         ({"packing": "whole"}, "config.data.packing", False),
         ({"eval_fraction": 0.5}, "config.data.path", True),
         ({"eval_fraction": 0.5, "packing": "whole"}, "config.data.path", True),
@@ -278,11 +288,11 @@ def test_a_position_of_other_data_is_refused(config, options, said, can_go_on):
     with pytest.raises(ValueError) as caught:
         other.restore(state)
     assert str(caught.value).startswith(said)
-    assert ("go_on" in str(caught.value)) == can_go_on
+    assert ("continue" in str(caught.value)) == can_go_on
     assert "set it back" in str(caught.value) and "start in a new --workdir" in str(caught.value)
     assert "\n" not in str(caught.value)
     with contextlib.nullcontext() if can_go_on else pytest.raises(ValueError, match=said):
-        assert loader(change(given, if_changed="go_on")).restore(state).startswith(said)
+        assert loader(change(given, on_data_change="continue")).restore(state).startswith(said)
     with pytest.raises(ValueError, match="version 9"):
         other.restore({**state, "version": 9})
 
@@ -297,23 +307,25 @@ def test_another_seed_is_refused(config):
 
 def test_going_on_with_other_rows_loses_nothing(config):
     """Every token of the epoch once, through three numbers of rows and a restart in between."""
-    config = change(config, epochs=1, if_changed="go_on")
+    config = change(config, epochs=1, on_data_change="continue")
     with loader(config) as source:
         expected = sum(len(source.source[i].text) + 2 for i in range(len(source.source)))
         made = take(source, 6)
         state = source.state()
-    with loader(change(config, rows=2)) as source:
+    with loader(change(config, global_batch_size=2)) as source:
         line = source.restore(state)
-        assert line.startswith("config.data.rows: the saved data position is for 4, this run has 2")
+        assert line.startswith(
+            "config.data.global_batch_size: the saved data position is for 4, this run has 2"
+        )
         assert "dealt anew to 2 rows" in line and "\n" not in line
         made += take(source, 5)
         assert not np.any(made[6]["continues"])
         state = source.state()
-    with loader(change(config, rows=2)) as source:
+    with loader(change(config, global_batch_size=2)) as source:
         assert source.restore(state) == ""  # the same rows again: nothing to deal anew
         made += take(source, 4)
         state = source.state()
-    with loader(change(config, rows=3)) as source:
+    with loader(change(config, global_batch_size=3)) as source:
         assert source.restore(state)
         made += [plain(batch) for batch in source]
         assert source.counts()["tokens"] == expected
@@ -327,7 +339,7 @@ def test_going_on_with_other_documents_starts_them(config):
     with loader(config) as source:
         take(source, 9)
         state = source.state()
-    other = loader(change(config, eval_fraction=0.5, if_changed="go_on"))
+    other = loader(change(config, eval_fraction=0.5, on_data_change="continue"))
     line = other.restore(state)
     assert line.startswith("config.data.path: ") and "from their beginning" in line
     fresh = loader(change(config, eval_fraction=0.5))
@@ -412,7 +424,7 @@ def test_what_was_met_is_counted(tmp_path):
         path=str(tmp_path),
         eval_path=str(tmp_path),
         sequence_length=32,
-        rows=2,
+        global_batch_size=2,
         epochs=1,
     )
     for packing in ("stream", "whole"):
@@ -443,7 +455,7 @@ def test_what_comes_after_the_last_full_row_is_counted(tmp_path, packing):
         path=str(tmp_path),
         eval_path=str(tmp_path),
         sequence_length=32,
-        rows=1,
+        global_batch_size=1,
         packing=packing,
     )
     source = loader(options, "eval")
@@ -557,9 +569,13 @@ def test_a_loader_can_start_ahead(config, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "options", "said"),
     [
-        ((2, 2, 1), {"rows": 6}, "config.data.rows=6: needs a multiple of mesh.data * mesh.fsdp"),
+        (
+            (2, 2, 1),
+            {"global_batch_size": 6},
+            "config.data.global_batch_size=6: needs a multiple of mesh.data * mesh.fsdp",
+        ),
         ((1, 1, 4), {"sequence_length": 66}, "config.data.sequence_length=66: needs a multiple of"),
-        ((2, 1, 1), {"rows": 1}, "= 2, such as 2"),
+        ((2, 1, 1), {"global_batch_size": 1}, "= 2, such as 2"),
         ((1, 1, 1), {"path": "/nowhere"}, "config.data.path='/nowhere': no such file"),
         ((1, 1, 1), {"tokenizer": "/nowhere.json"}, "config.data.tokenizer='/nowhere.json'"),
     ],

@@ -74,7 +74,7 @@ def test_two_processes_load_what_one_does(tmp_path):
         "path": str(tmp_path),
         "eval_fraction": 0.3,
         "sequence_length": 32,
-        "rows": 4,
+        "global_batch_size": 4,
         "epochs": 1,
     }
     address = f"localhost:{take_port()}"

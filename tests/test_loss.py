@@ -15,7 +15,7 @@ from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
 
 B, T = 4, 20
 RANDOM = np.random.default_rng(0)
-HIDDEN = RANDOM.normal(size=(B, T, KDA.width)).astype(np.float32)
+HIDDEN = RANDOM.normal(size=(B, T, KDA.d_model)).astype(np.float32)
 TARGETS = RANDOM.integers(0, VOCABULARY, (B, T)).astype(np.int32)
 WEIGHTS = RANDOM.choice([0.0, 0.5, 1.0], (B, T)).astype(np.float32)
 WEIGHTS[1] = 0  # a row, and one of four row ranks, without a real token
@@ -126,11 +126,11 @@ def test_logits_of_one_chunk_exist_at_one_time():
     """Four times the tokens must not need four times the logits, forward and backward."""
     cfg = dataclasses.replace(KDA, vocab_size=2**14, loss_chunk=32)
     mesh = make_mesh()
-    params = {"head": jax.ShapeDtypeStruct((cfg.width, cfg.padded_vocab_size), jnp.float32)}
+    params = {"head": jax.ShapeDtypeStruct((cfg.d_model, cfg.padded_vocab_size), jnp.float32)}
 
     def peak(tokens):
         shape = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-        hidden = jax.ShapeDtypeStruct((1, tokens, cfg.width), jnp.float32)
+        hidden = jax.ShapeDtypeStruct((1, tokens, cfg.d_model), jnp.float32)
         weights = jax.ShapeDtypeStruct((1, tokens), jnp.float32)
 
         def loss(params, hidden, targets, weights):

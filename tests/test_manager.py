@@ -167,7 +167,7 @@ def test_a_damaged_array_stops_in_one_line_and_changes_nothing(open_manager, fol
     saved(open_manager, 3, 6).close()
     harm(files(folder / "6")[0], place)
     before = snapshot(folder)
-    with pytest.raises(CheckpointError, match=r"/6: damaged.*pass_over.*step 3") as caught:
+    with pytest.raises(CheckpointError, match=r"/6: damaged.*skip.*step 3") as caught:
         open_manager().restore_latest(want(arrays()), "stop")
     assert "\n" not in str(caught.value)
     assert snapshot(folder) == before
@@ -189,7 +189,7 @@ def test_a_damaged_step_can_be_passed_over_and_saved_again(open_manager, folder,
     saved(open_manager, 3, 6).close()
     flip(files(folder / "6")[0], 0.5)
     manager = open_manager()
-    assert manager.restore_latest(want(arrays()), "pass_over").step == 3
+    assert manager.restore_latest(want(arrays()), "skip").step == 3
     assert len(lines) == 1 and "passed over" in lines[0] and "/6: damaged" in lines[0]
     manager.move_broken(3)
     manager.save(6, arrays(seed=6), {})

@@ -19,7 +19,7 @@ OPTIONS = OptimizerConfig(
     schedule_steps=100,
     warmup_steps=10,
     decay_steps=20,
-    final_fraction=0.1,
+    min_lr_ratio=0.1,
     clip_norm=1.0,
     weight_decay=0.5,
     b1=0.9,
@@ -140,7 +140,7 @@ def test_moments_lie_where_their_parameters_do(optimizer):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_ranks_of_a_sequence_share_out_moments_and_their_update(optimizer):
-    cfg, mesh = dataclasses.replace(MIXED, repeats=2), make_mesh(context=2)
+    cfg, mesh = dataclasses.replace(MIXED, num_repeats=2), make_mesh(context=2)
     rule = make_optimizer(dataclasses.replace(OPTIONS, name=optimizer), cfg)
     shapes = state_shapes(cfg, mesh, rule, 2, 4)
     cut = [

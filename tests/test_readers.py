@@ -24,7 +24,7 @@ def test_a_single_text_file_is_cut_for_training(tmp_path, newline):
     assert all(document.startswith(b"line ") for document in [*train, held_out])
     assert 0.04 < len(held_out) / len(text) <= 0.05
     assert open_source(config, "train").sizes.tolist() == sizes
-    rows = DataConfig(source="text", path=str(file), rows=2)
+    rows = DataConfig(source="text", path=str(file), global_batch_size=2)
     assert open_source(rows, "train").fingerprint == open_source(config, "train").fingerprint
     apart = DataConfig(source="text", path=str(file), eval_path=str(file))
     assert texts(open_source(apart, "eval")) == [text]

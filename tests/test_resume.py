@@ -113,10 +113,14 @@ def test_goes_on_on_another_mesh(whole, half, mesh):
 @pytest.mark.slow
 def test_other_rows_are_refused_or_dealt_anew(half):
     before = learning(half)
-    done = train(half, MESH, "--config.data.rows=4", code=1)
-    assert "config.data.rows" in done.stderr and "if_changed=go_on" in done.stderr
+    done = train(half, MESH, "--config.data.global_batch_size=4", code=1)
+    assert (
+        "config.data.global_batch_size" in done.stderr and "on_data_change=continue" in done.stderr
+    )
     assert done.stderr.count("\n") == 1 and learning(half) == before
-    done = train(half, MESH, "--config.data.rows=4", "--config.data.if_changed=go_on")
+    done = train(
+        half, MESH, "--config.data.global_batch_size=4", "--config.data.on_data_change=continue"
+    )
     assert "the carried state starts empty" in done.stdout
     assert reports(half)[11]["learning/loss"] < reports(half)[1]["learning/loss"] - 0.5
 
@@ -124,8 +128,11 @@ def test_other_rows_are_refused_or_dealt_anew(half):
 @pytest.mark.parametrize(
     ("argument", "says"),
     [
-        ("--config.model.width=96", "config.model.width is 64 there and 96 here"),
-        ("--config.model.gate=bounded", "config.model.gate is 'softplus' there and 'bounded' here"),
+        ("--config.model.d_model=96", "config.model.d_model is 64 there and 96 here"),
+        (
+            "--config.model.decay_gate=bounded",
+            "config.model.decay_gate is 'softplus' there and 'bounded' here",
+        ),
         ("--config.optimizer.name=muon", "config.optimizer.name is 'adamw' there and 'muon' here"),
         (
             "--config.model.compute_dtype=bfloat16",
@@ -147,9 +154,9 @@ def test_a_damaged_checkpoint_stops_the_run_or_is_passed_over(whole, half):
     data.write_bytes(content)
     arguments = [MESH, "--config.train.steps=22"]
     done = train(half, *arguments, code=1)
-    assert "20: damaged" in done.stderr and "pass_over" in done.stderr
+    assert "20: damaged" in done.stderr and "skip" in done.stderr
     assert done.stderr.count("\n") == 1 and data.read_bytes() == bytes(content)
-    done = train(half, *arguments, "--config.checkpoint.damaged=pass_over")
+    done = train(half, *arguments, "--config.checkpoint.damaged=skip")
     assert "passed over" in done.stdout and "resumed from step 10" in done.stdout
     assert {20, 22} <= set(steps_on_disk(half))
     assert {s: v for s, v in learning(half).items() if s <= 20} == learning(whole)
@@ -219,14 +226,14 @@ def test_told_to_stop_at_any_moment(tmp_path, number):
 
 
 def test_differences_tell_another_model_from_other_options():
-    saved = {"model": {"width": 64, "remat": "full"}, "train": {"steps": 10}}
+    saved = {"model": {"d_model": 64, "remat": "full"}, "train": {"steps": 10}}
     saved["optimizer"] = {"name": "adamw", "b1": 0.9}
     saved["train"]["spike_window"] = 64
-    now = {"model": {"width": 32, "remat": "none"}, "train": {"steps": 10, "new": 1}}
+    now = {"model": {"d_model": 32, "remat": "none"}, "train": {"steps": 10, "new": 1}}
     now["optimizer"] = {"name": "muon", "b1": 0.8}
     now["train"]["spike_window"] = 32
     found = differences(saved, now)
-    assert found.model == ["config.model.width is 64 there and 32 here"]
+    assert found.model == ["config.model.d_model is 64 there and 32 here"]
     assert found.state == [
         "config.optimizer.name is 'adamw' there and 'muon' here",
         "config.train.spike_window is 64 there and 32 here",

@@ -22,7 +22,7 @@ from tests.compiling import fast_jit
 from tests.model_cases import KDA, MIXED, make_mesh
 from tests.tolerances import INITIAL_VALUES
 
-WIDE = dataclasses.replace(MIXED, width=256, heads=8, key_dim=32, value_dim=64, gate_rank=16)
+WIDE = dataclasses.replace(MIXED, d_model=256, kda_heads=8, key_dim=32, value_dim=64, gate_rank=16)
 PLAIN = {"a_log", "dt_bias", "mixer_norm", "ffn_norm", "final_norm", "output_norm", "start_state"}
 
 
@@ -107,7 +107,7 @@ def test_initial_values_do_not_depend_on_mesh_or_on_other_parameters(wide_params
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, INITIAL_VALUES), cut, wide_params)
     assert cut["blocks"][0]["ffn"]["up"].addressable_shards[0].data.shape == (2, 128, 24)
 
-    fewer = dataclasses.replace(WIDE, learned_start_state=False, tie_embeddings=True)
+    fewer = dataclasses.replace(WIDE, learned_initial_state=False, tie_embeddings=True)
     rest = named(fast_jit(init_params, static_argnums=0)(fewer, jax.random.key(0)))
     assert set(named(wide_params)) - set(rest) == {
         "['blocks'][0]['mixer']['start_state']",
@@ -135,11 +135,11 @@ def test_use_casts_matrices_gathers_fsdp_and_keeps_tensor(wide_params):
         (
             {},
             {"tensor": 4},
-            r"config.mesh.tensor = 4 must divide config.model.heads = 2; 1, 2 work",
+            r"config.mesh.tensor = 4 must divide config.model.kda_heads = 2; 1, 2 work",
         ),
-        ({}, {"fsdp": 3}, r"config.mesh.fsdp = 3 must divide config.model.width = 32"),
+        ({}, {"fsdp": 3}, r"config.mesh.fsdp = 3 must divide config.model.d_model = 32"),
         ({"gate_rank": 6}, {"fsdp": 4}, r"config.mesh.fsdp = 4 must divide .*gate_rank = 6"),
-        ({"ffn_dim": 47}, {"tensor": 2}, r"config.mesh.tensor = 2 must divide .*ffn_dim = 47"),
+        ({"d_ff": 47}, {"tensor": 2}, r"config.mesh.tensor = 2 must divide .*d_ff = 47"),
         ({"attention_kv_heads": 1}, {"tensor": 2}, r"mesh.tensor = 2 .*attention_kv_heads = 1"),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_mesh_that_does_not_fit_is_refused(changes, mesh, message):
 def test_what_a_model_does_not_have_does_not_constrain_its_mesh():
     sizes = {"data": 3, "fsdp": 2, "context": 5, "tensor": 2}
     check_mesh(dataclasses.replace(KDA, attention_kv_heads=1), sizes)
-    attention = dataclasses.replace(MIXED, pattern=("attention",), heads=1, gate_rank=3)
+    attention = dataclasses.replace(MIXED, pattern=("attention",), kda_heads=1, gate_rank=3)
     check_mesh(attention, sizes)
 
 
@@ -162,14 +162,17 @@ def test_what_a_model_does_not_have_does_not_constrain_its_mesh():
     [
         ({"pattern": ()}, "config.model.pattern is empty"),
         ({"pattern": ("kda", "mamba")}, "config.model.pattern = 'mamba'; it must be one of kda"),
-        ({"gate": "hard"}, "config.model.gate = 'hard'"),
+        ({"decay_gate": "hard"}, "config.model.decay_gate = 'hard'"),
         ({"compute_dtype": "float16"}, "config.model.compute_dtype = 'float16'"),
         ({"remat": "half"}, "config.model.remat = 'half'"),
         ({"kda_state_policy": "drop"}, "config.model.kda_state_policy = 'drop'"),
-        ({"repeats": 0}, "config.model.repeats = 0; it must be >= 1"),
-        ({"conv_width": 1}, "config.model.conv_width = 1; it must be >= 2"),
+        ({"num_repeats": 0}, "config.model.num_repeats = 0; it must be >= 1"),
+        ({"conv_kernel_size": 1}, "config.model.conv_kernel_size = 1; it must be >= 2"),
         ({"norm_eps": 0.0}, "config.model.norm_eps = 0.0"),
-        ({"gate": "bounded", "gate_lower_bound": -6.0}, "config.model.gate_lower_bound = -6.0"),
+        (
+            {"decay_gate": "bounded", "gate_lower_bound": -6.0},
+            "config.model.gate_lower_bound = -6.0",
+        ),
         ({"attention_kv_heads": 3}, "config.model.attention_kv_heads = 3 must divide"),
     ],
 )

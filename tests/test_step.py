@@ -21,7 +21,7 @@ from training.state import empty_carry, flatten, state_shapes
 from training.step import StepConfig, make_eval_step, make_train_step, make_votes
 
 SGD = optax.sgd(1.0)
-ONE = dataclasses.replace(KDA, repeats=1)
+ONE = dataclasses.replace(KDA, num_repeats=1)
 PLAIN = StepConfig()
 Z_LOSS = StepConfig(z_loss=0.01)
 SKIPPING = StepConfig(skip_nonfinite=True, spike_deviations=3.0)
@@ -102,7 +102,7 @@ UNEVEN = np.stack([row((1, 64)), row((1, 9), (0, 55)), row((1, 20), (2, 44)), ro
 )
 def test_one_global_mean_whatever_the_mesh_and_the_accumulation(accumulation, mesh_sizes):
     expected, gradient, _ = run(ONE, batch_of(UNEVEN), Z_LOSS)
-    options = dataclasses.replace(Z_LOSS, accumulation=accumulation)
+    options = dataclasses.replace(Z_LOSS, grad_accum_steps=accumulation)
     found, found_gradient, _ = run(ONE, batch_of(UNEVEN), options, **mesh_sizes)
     for name in ("loss", "z_loss", "bits_per_byte", "grad_norm"):
         np.testing.assert_allclose(found[name], expected[name], rtol=MODEL_FLOAT32, err_msg=name)

@@ -241,8 +241,8 @@ def test_two_runs_with_one_checkpoint_folder_are_refused(tmp_path):
 
 
 def test_too_little_memory_is_one_line(tmp_path):
-    done = train(tmp_path, "--config.model.ffn_dim=2000000000", code=1)
-    assert "a device's memory is too small" in done.stderr and "accumulation" in done.stderr
+    done = train(tmp_path, "--config.model.d_ff=2000000000", code=1)
+    assert "a device's memory is too small" in done.stderr and "grad_accum_steps" in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
 
 

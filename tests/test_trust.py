@@ -71,7 +71,7 @@ def test_a_pickle_among_the_data_is_read_as_bytes_or_refused(tmp_path, bomb, sou
     for number in range(3):
         (tmp_path / "data" / f"{number}{name}").write_bytes(content)
     path = str(tmp_path / "data")
-    options = DataConfig(source=source, path=path, rows=1, sequence_length=64)
+    options = DataConfig(source=source, path=path, global_batch_size=1, sequence_length=64)
     if source == "tokenizer":
         tokenizer = str(tmp_path / "data" / f"0{name}")
         options = dataclasses.replace(options, source="text", tokenizer=tokenizer)

@@ -20,7 +20,7 @@ class OptimizerConfig:
     schedule_steps: int
     warmup_steps: int
     decay_steps: int
-    final_fraction: float
+    min_lr_ratio: float
     clip_norm: float
     weight_decay: float
     b1: float
@@ -31,7 +31,7 @@ class OptimizerConfig:
 
 def make_schedule(options: OptimizerConfig) -> optax.Schedule:
     """Updates done so far -> learning rate. After the schedule's end the rate stays."""
-    peak, final = options.learning_rate, options.learning_rate * options.final_fraction
+    peak, final = options.learning_rate, options.learning_rate * options.min_lr_ratio
     if options.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(
             init_value=0.0 if options.warmup_steps else peak,

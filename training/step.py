@@ -28,7 +28,7 @@ Metrics = dict[str, jax.Array]
 class StepConfig:
     """The part of `config.train` that a step is made of; see configs/base.py."""
 
-    accumulation: int = 1
+    grad_accum_steps: int = 1
     z_loss: float = 0.0
     skip_nonfinite: bool = False
     spike_deviations: float = 0.0
@@ -151,8 +151,8 @@ def batch_shapes(mesh: Mesh, windows: int, rows: int, length: int) -> Batch:
 def _gradients(options: StepConfig, cfg, mesh: Mesh, state: TrainState, batch: Batch, total):
     """(gradient of the summed loss over `total`, LossSums, new carry), over all rows.
 
-    Rows are cut into `accumulation` parts, each taking some rows of every rank. The parts' losses
-    are divided by the whole step's weight, so their gradients add up to that of all rows at once.
+    Rows are cut into `grad_accum_steps` parts, each taking some rows of every rank. The parts'
+    losses are divided by the whole step's weight, so their gradients add up to that of all rows.
     """
 
     def loss(params, carry, batch):
@@ -160,7 +160,7 @@ def _gradients(options: StepConfig, cfg, mesh: Mesh, state: TrainState, batch: B
         return (sums.nll + options.z_loss * sums.z) / total, (sums, carry)
 
     gradient = jax.grad(loss, has_aux=True)
-    if options.accumulation == 1:
+    if options.grad_accum_steps == 1:
         grads, (sums, carry) = gradient(state.params, state.carry, batch)
         return grads, sums, carry
 
@@ -169,7 +169,7 @@ def _gradients(options: StepConfig, cfg, mesh: Mesh, state: TrainState, batch: B
         return jax.tree.map(jnp.add, so_far, (grads, sums)), carry
 
     zeros = jax.tree.map(jnp.zeros_like, (state.params, LossSums(jnp.float32(0), jnp.float32(0))))
-    parts = jax.tree.map(lambda x: _split_rows(x, options.accumulation), (state.carry, batch))
+    parts = jax.tree.map(lambda x: _split_rows(x, options.grad_accum_steps), (state.carry, batch))
     (grads, sums), carry = jax.lax.scan(add, zeros, parts)
     return grads, sums, jax.tree.map(_join_rows, carry)
 
