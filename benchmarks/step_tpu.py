@@ -50,7 +50,7 @@ def build(devices, config, vocabulary: int):
     mesh = jax.sharding.Mesh(np.array(devices[: np.prod(shape)]).reshape(shape), MESH_AXES)
     model, data = train.model_config(config, vocab_size=vocabulary), config.data
     options = OptimizerConfig(**config.optimizer)
-    optimizer, schedule = make_optimizer(options, model), make_schedule(options)
+    optimizer, schedule = make_optimizer(options, model, mesh), make_schedule(options)
     shapes = state_shapes(model, mesh, optimizer, data.global_batch_size, config.train.spike_window)
     step = make_train_step(StepConfig(), model, mesh, optimizer, schedule, shapes)
     votes = jax.ShapeDtypeStruct(

@@ -5,11 +5,12 @@ whether Muon may take it. Initial values, shardings and the optimizer's masks ar
 table, so that none of them can miss a parameter.
 
 Mesh axes: "data" and "fsdp" share out rows, "context" tokens, "tensor" heads, FFN columns and the
-vocabulary. Parameters are cut over "fsdp" along the residual width and over "tensor" along heads,
-FFN and vocabulary, and are whole on every "data" and "context" rank.
+vocabulary. Parameters are cut over "tensor" along heads, FFN and vocabulary, and matrices over
+"fsdp" and "context" along the first axis that divides. They are whole on every "data" rank.
 """
 
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Callable
@@ -26,17 +27,9 @@ ROWS = ("data", "fsdp")
 CONTEXT = "context"
 TOKEN_SPEC = PartitionSpec(ROWS, "context")  # [B, T] and [B, T, D]
 
-# Which mesh axis cuts an axis of a parameter. A mesh axis cuts one axis of a parameter at most, the
-# first that asks for it.
-_MESH_AXIS = {
-    "repeats": None,
-    "vocab": "tensor",
-    "width": "fsdp",
-    "gate_rank": "fsdp",
-    "heads": "tensor",
-    "ffn": "tensor",
-    "whole": None,
-}
+_TENSOR_AXES = ("vocab", "heads", "ffn")  # cut over "tensor", the first that a parameter has
+_INNER_AXES = ("width", "gate_rank")  # a parameter with one is a matrix, cut over these as well:
+_AT_REST = ("fsdp", "context")
 
 Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
@@ -60,18 +53,34 @@ class ParamSpec:
     muon: bool
 
     @property
-    def partition(self) -> PartitionSpec:
-        """Where it is kept."""
-        taken: list[str | None] = []
-        for axis in self.axes:
-            mesh_axis = _MESH_AXIS[axis]
-            taken.append(None if mesh_axis in taken else mesh_axis)
-        return PartitionSpec(*taken)
-
-    @property
     def use_partition(self) -> PartitionSpec:
-        """Where it is used: gathered over fsdp."""
-        return PartitionSpec(*(None if axis == "fsdp" else axis for axis in self.partition))
+        """Where it is used: cut over tensor only."""
+        named = [axis for axis in self.axes if axis in _TENSOR_AXES][:1]
+        return PartitionSpec(*("tensor" if axis in named else None for axis in self.axes))
+
+    def partition(self, mesh: Mesh) -> PartitionSpec:
+        """Where it is kept: a matrix is cut over fsdp and context, too.
+
+        Along one axis where one divides by both, the residual width before the others; else along
+        one axis each; over a mesh axis that divides none it is whole. Small parameters stay whole.
+        """
+        cut: list[tuple[str, ...]] = [(axis,) if axis else () for axis in self.use_partition]
+        if not any(axis in _INNER_AXES for axis in self.axes):
+            return self.use_partition
+        places = [n for n, axis in enumerate(self.axes) if axis != "repeats"]
+        places.sort(key=lambda n: self.axes[n] not in _INNER_AXES)
+        if not self._cut(cut, places, _AT_REST, mesh):
+            for axis in _AT_REST:
+                self._cut(cut, places, (axis,), mesh)
+        return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in cut))
+
+    def _cut(self, cut, places, axes: tuple[str, ...], mesh: Mesh) -> bool:
+        """Adds mesh axes to the first of the places that divides by them."""
+        for n in places:
+            if self.shape[n] % math.prod(mesh.shape[axis] for axis in (*cut[n], *axes)) == 0:
+                cut[n] += axes
+                return True
+        return False
 
 
 def param_specs(cfg: ModelConfig) -> dict[str, Any]:
@@ -109,21 +118,39 @@ def init_params(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
 
 def param_shardings(cfg: ModelConfig, mesh: Mesh) -> dict[str, Any]:
     """Tree of `NamedSharding`, one a parameter."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec.partition), param_specs(cfg))
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec.partition(mesh)), param_specs(cfg))
 
 
 def use_params(params: Any, specs: Any, cfg: ModelConfig, mesh: Mesh) -> Any:
-    """Parameters as layers use them: cast, then gathered over fsdp.
+    """Parameters as layers use them: cast, then gathered over fsdp and context.
 
     Said explicitly, because the compiler might else share out a product's sum over fsdp, whose
-    ranks hold different rows. The gradients come back scattered the same way.
+    ranks hold different rows. The gradients are scattered the same way.
     """
 
     def use(spec: ParamSpec, param: jax.Array) -> jax.Array:
-        param = param.astype(cfg.compute_dtype) if spec.cast else param
-        return jax.lax.with_sharding_constraint(param, NamedSharding(mesh, spec.use_partition))
+        dtype = cfg.compute_dtype if spec.cast else param.dtype
+        kept, used = (NamedSharding(mesh, p) for p in (spec.partition(mesh), spec.use_partition))
+        return _gather(jnp.dtype(dtype), kept, used, param)
 
     return jax.tree.map(use, specs, params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gather(dtype, kept: NamedSharding, used: NamedSharding, param: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(param.astype(dtype), used)
+
+
+def _gather_forward(dtype, kept, used, param):
+    return _gather(dtype, kept, used, param), None
+
+
+def _gather_backward(dtype, kept, used, _, gradient):
+    """Constrained as it is kept, so that the compiler sums it by a reduce-scatter."""
+    return (jax.lax.with_sharding_constraint(gradient, kept).astype(jnp.float32),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def decay_mask(cfg: ModelConfig) -> dict[str, Any]:
