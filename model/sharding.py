@@ -138,6 +138,8 @@ def use_params(params: Any, specs: Any, cfg: ModelConfig, mesh: Mesh) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(dtype, kept: NamedSharding, used: NamedSharding, param: jax.Array) -> jax.Array:
+    # Else XLA casts all layers' matrices before the loop over layers, and keeps both.
+    param = jax.lax.optimization_barrier(param)
     return jax.lax.with_sharding_constraint(param.astype(dtype), used)
 
 
