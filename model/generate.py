@@ -73,8 +73,8 @@ class Generator:
         self._params, self._mesh, self._piece = params, mesh, piece
         self._cfg = dataclasses.replace(cfg, carry=True, remat="none")
         whole = NamedSharding(mesh, PartitionSpec())
-        shardings = Decoded(carry_shardings(self._cfg, mesh), whole)
-        self._advance = jax.jit(self._forward, donate_argnums=1, out_shardings=shardings)
+        self._shardings = carry_shardings(self._cfg, mesh), whole
+        self._advance = jax.jit(self._forward, donate_argnums=1, out_shardings=self._shardings)
         self._sample = jax.jit(sample, static_argnums=2)
 
     def prefill(self, prompts: Sequence[np.ndarray]) -> Decoded:
@@ -95,13 +95,15 @@ class Generator:
         for begin in range(0, length, piece):
             part = slice(begin, begin + piece)
             continues = np.full(rows, begin > 0)
-            done = self._advance(self._params, done, tokens[:, part], real[:, part], continues)
+            arrays = tokens[:, part], real[:, part], continues
+            done = Decoded(*self._advance(self._params, done, *arrays))
         return done
 
     def append(self, done: Decoded, tokens: jax.Array) -> Decoded:
         """One more token a row: tokens [B] int32. `done` is used up."""
         ones = np.ones((len(tokens), 1), np.int32)
-        return self._advance(self._params, done, tokens[:, None], ones, np.ones(len(tokens), bool))
+        arrays = tokens[:, None], ones, np.ones(len(tokens), bool)
+        return Decoded(*self._advance(self._params, done, *arrays))
 
     def tokens(
         self, prompts: Sequence[np.ndarray], limit: int, sampling: Sampling, seed: int
@@ -121,15 +123,12 @@ class Generator:
             yield np.asarray(before)
 
     def _empty(self, rows: int) -> Decoded:
-        def make() -> Decoded:
-            empty = jnp.zeros((rows, self._cfg.vocab_size), jnp.float32)
-            return Decoded(init_carry(self._cfg, rows), empty)
+        def make() -> tuple[Arrays, jax.Array]:
+            return init_carry(self._cfg, rows), jnp.zeros((rows, self._cfg.vocab_size), jnp.float32)
 
-        whole = NamedSharding(self._mesh, PartitionSpec())
-        shardings = Decoded(carry_shardings(self._cfg, self._mesh), whole)
-        return jax.jit(make, out_shardings=shardings)()
+        return Decoded(*jax.jit(make, out_shardings=self._shardings)())
 
-    def _forward(self, params, done: Decoded, tokens, segment_ids, continues) -> Decoded:
+    def _forward(self, params, done: Decoded, tokens, segment_ids, continues):
         """tokens, segment_ids: [B, T], padding (0) at the end only. A row of padding stays as it
         is."""
         hidden, carry = forward(
@@ -138,7 +137,7 @@ class Generator:
         count = jnp.sum(segment_ids != 0, axis=1)
         last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
         scores = logits(params, self._cfg, last, self._mesh)[:, 0]
-        return Decoded(carry, jnp.where(count[:, None] > 0, scores, done.logits))
+        return carry, jnp.where(count[:, None] > 0, scores, done.logits)
 
 
 def sample(scores: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
@@ -155,7 +154,7 @@ def sample(scores: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def _nucleus(scores: jax.Array, top_p: float) -> jax.Array:
-    """[B, V] bool: the most likely tokens, up to the one with which they reach probability top_p."""
+    """[B, V] bool: the most likely tokens, up to the one that reaches probability top_p."""
     order = jnp.argsort(-scores, axis=-1)
     probabilities = jnp.take_along_axis(jax.nn.softmax(scores, axis=-1), order, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
