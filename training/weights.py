@@ -75,7 +75,9 @@ def write_folder(
     ids = dataclasses.asdict(special)
     tokens = {name.replace("_id", "_token_id"): value for name, value in ids.items()}
     _write_json(folder, "generation_config.json", tokens)
-    _write_json(folder, "config.json", config | tokens | {"dtype": dtype.name})
+    # transformers' default padding id lies outside of a smaller vocabulary.
+    padding = {"pad_token_id": special.eos_id}
+    _write_json(folder, "config.json", config | tokens | padding | {"dtype": dtype.name})
     return len(specs)
 
 
