@@ -17,6 +17,8 @@ from typing import BinaryIO, Self
 import ml_dtypes
 import numpy as np
 
+from errors import UserError
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
@@ -30,7 +32,7 @@ _DTYPES: dict[str, np.dtype] = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class WeightsError(Exception):
+class WeightsError(UserError):
     """A folder of weights cannot be read or written. One line: what, where and what to try."""
 
 

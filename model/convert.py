@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from errors import UserError
 from model.config import ModelConfig
 
 Json = dict[str, Any]  # a config.json
 
 
-class ConvertError(ValueError):
+class ConvertError(UserError):
     """One line: what the format or the model cannot express."""
 
 
@@ -77,6 +78,8 @@ class Format:
         norms: of a layer. top: parameters outside layers.
         zeros: tensors of a layer that we do not have, with their shape: written as zeros, and
             refused where they are anything else.
+        ties: whether readers of the format share the embedding with the head; where not, the head
+            is written as a copy, and read back as a head that is no longer tied.
         config, options: config.json of a model, and the model options of a config.json.
     """
 
@@ -86,6 +89,7 @@ class Format:
     norms: Names
     embedding: str
     zeros: Mapping[str, Callable[[ModelConfig], tuple[int, ...]]]
+    ties: bool
     config: Callable[[ModelConfig], Json]
     options: Callable[[Json], Json]
 
@@ -134,6 +138,8 @@ def tensors(fmt: Format, cfg: ModelConfig) -> Iterator[Tensor]:
     if not cfg.tie_embeddings:
         head = _vocabulary(transposed=True)(cfg.vocab_size)
         yield Tensor("lm_head.weight", "head", None, head)
+    elif not fmt.ties:
+        yield Tensor("lm_head.weight", "embedding", None, vocabulary)
 
 
 def zero_tensors(fmt: Format, cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -179,7 +185,7 @@ def _kimi_config(cfg: ModelConfig) -> Json:
         "num_hidden_layers": cfg.layers,
         "hidden_act": "silu",
         "rms_norm_eps": cfg.norm_eps,
-        "tie_word_embeddings": cfg.tie_embeddings,
+        "tie_word_embeddings": False,
         "initializer_range": cfg.init_std,
         "mlp_layer_types": ["dense"] * cfg.layers,
         "linear_attn_config": {
@@ -302,6 +308,7 @@ KIMI_LINEAR = Format(
     },
     embedding="model.embed_tokens.weight",
     zeros={},
+    ties=False,  # transformers 5.24 initialises a missing head at random, whatever the config says
     config=_kimi_config,
     options=_kimi_options,
 )
@@ -326,6 +333,7 @@ FLA_KDA = Format(
     embedding="model.embeddings.weight",
     # The output gate has a bias there.
     zeros={"attn.g_proj.1.bias": lambda cfg: (cfg.kda_heads * cfg.value_dim,)},
+    ties=True,
     config=_fla_config,
     options=_fla_options,
 )

@@ -69,6 +69,15 @@ def test_bfloat16_rounds_all_but_rates_and_biases(tmp_path):
     assert types["model.layers.0.self_attn.q_proj.weight"] == "bfloat16"
 
 
+def test_a_tied_head_is_written_as_a_copy_where_readers_do_not_tie(tmp_path):
+    cfg = dataclasses.replace(SQUARE, tie_embeddings=True)
+    params = write(tmp_path, cfg=cfg)
+    found, model = read(tmp_path)
+    assert not model.tie_embeddings
+    size = cfg.vocab_size
+    np.testing.assert_array_equal(found["head"].T[:size], np.asarray(params["embedding"])[:size])
+
+
 def test_special_tokens_are_written(tmp_path):
     write(tmp_path)
     found = json.loads((tmp_path / "generation_config.json").read_text())
