@@ -129,27 +129,27 @@ def use_params(params: Any, specs: Any, cfg: ModelConfig, mesh: Mesh) -> Any:
     """
 
     def use(spec: ParamSpec, param: jax.Array) -> jax.Array:
-        dtype = cfg.compute_dtype if spec.cast else param.dtype
-        kept, used = (NamedSharding(mesh, p) for p in (spec.partition(mesh), spec.use_partition))
-        return _gather(jnp.dtype(dtype), kept, used, param)
+        if spec.cast:
+            # Else XLA casts all layers' matrices before the loop over layers, and keeps both.
+            param = jax.lax.optimization_barrier(param).astype(cfg.compute_dtype)
+        kept, used = spec.partition(mesh), spec.use_partition
+        return _gather(NamedSharding(mesh, kept), NamedSharding(mesh, used), param)
 
     return jax.tree.map(use, specs, params)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather(dtype, kept: NamedSharding, used: NamedSharding, param: jax.Array) -> jax.Array:
-    # Else XLA casts all layers' matrices before the loop over layers, and keeps both.
-    param = jax.lax.optimization_barrier(param)
-    return jax.lax.with_sharding_constraint(param.astype(dtype), used)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(kept: NamedSharding, used: NamedSharding, param: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(param, used)
 
 
-def _gather_forward(dtype, kept, used, param):
-    return _gather(dtype, kept, used, param), None
+def _gather_forward(kept, used, param):
+    return _gather(kept, used, param), None
 
 
-def _gather_backward(dtype, kept, used, _, gradient):
+def _gather_backward(kept, used, _, gradient):
     """Constrained as it is kept, so that the compiler sums it by a reduce-scatter."""
-    return (jax.lax.with_sharding_constraint(gradient, kept).astype(jnp.float32),)
+    return (jax.lax.with_sharding_constraint(gradient, kept),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
