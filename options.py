@@ -2,8 +2,8 @@
 
 Every package declares its options in frozen records (`data/options.py`, `model/config.py`,
 `training/options.py`, ...). `configs/base.py` collects the records; checks, `--help` and
-docs/configuration.md are derived from the same metadata. This module imports nothing of ours and
-nothing outside the standard library, so any package may import it.
+docs/configuration.md are derived from the same metadata. This module imports errors.py and the
+standard library alone, so any package may import it.
 """
 
 import dataclasses
@@ -11,10 +11,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from errors import UserError
+
 MAX_INT = 2**31 - 1  # steps and positions are counted in int32
 
 
-class OptionError(ValueError):
+class OptionError(UserError):
     """A mistake in an option: one line with the option, what was given, needed and what to try."""
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from configs import base
 from configs import flags as command_line
+from errors import TrainerError, UserError
 from training import devices, process
 from training.signals import Signals
 
@@ -34,15 +35,18 @@ def main(argv: list[str]) -> int:
     try:
         config, flags = command_line.parse(argv)
         base.check(config)
-    except ValueError as error:
-        return fail(error, 2)
+    except UserError as error:
+        return fail(error, error.exit_code)
     try:
         start_jax(config, flags)
         return train(config, flags, signals)
     except SystemExit:
         raise
+    except TrainerError as error:
+        return fail(error, error.exit_code)
     except Exception as error:
-        mistake = str(error).startswith(("config.", "--", "JAX_PLATFORMS"))
+        # Of packages whose mistakes in options are not a class yet.
+        mistake = str(error).startswith(("config.", "--"))
         return fail(error, 2) if isinstance(error, ValueError) and mistake else failed(error)
 
 
@@ -54,18 +58,8 @@ def fail(error: object, code: int) -> int:
 
 def failed(error: Exception) -> int:
     """A failure while running: one line where its kind is known, else the traceback."""
-    from checkpoints.manager import CheckpointError, first_line
-    from training.lock import LockError
-    from training.report import NonFiniteError
+    from checkpoints.manager import first_line
 
-    if isinstance(error, (CheckpointError, LockError)):
-        return fail(error, 1)
-    if isinstance(error, NonFiniteError):
-        return fail(
-            f"{error}: not finite, so it is not saved; try a lower config.optimizer.learning_rate, "
-            "or --config.train.skip_nonfinite=true",
-            1,
-        )
     if isinstance(error, BrokenPipeError):
         # What is left to write goes nowhere, or the interpreter would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -186,7 +180,7 @@ def model_config(config: Any, vocab_size: int) -> Any:
     options = dict(config.model)
     options["pattern"] = tuple(options["pattern"].replace(",", " ").split())
     if options["kda_implementation"] == "mosaic_tpu" and jax.default_backend() != "tpu":
-        raise ValueError(
+        raise UserError(
             "config.model.kda_implementation='mosaic_tpu': needs a TPU; there is "
             f"{jax.devices()[0].device_kind}; try auto"
         )

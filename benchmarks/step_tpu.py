@@ -5,7 +5,7 @@
 
 A decoder of four KDA layers, scanned and rematerialised, heads of 128, FFN 2.75 times the width, a
 vocabulary of 32,768, bf16, AdamW, one row of T tokens over a context axis of 4; compiled for four
-devices of a topology that need not be here. Decimal MB. Bundles as benchmarks/schedule.py reads
+devices of a topology that need not be here. Decimal MB. Bundles as estimate/bundles.py reads
 them: each program once, so a layer's count once for all layers, and q's convolution for k's and
 v's.
 """
@@ -89,17 +89,17 @@ def main():
     if args.child:
         print(json.dumps(compile_here(args.tokens, args.topology, args.width)))
         return
-    from benchmarks import schedule
+    from training.estimate import bundles
 
     with tempfile.TemporaryDirectory(prefix="step_tpu_") as dump:
         child = subprocess.run(
             [sys.executable, "-m", "benchmarks.step_tpu", "--child", *sys.argv[1:]],
-            env=os.environ | schedule.compiler_environment(dump),
+            env=os.environ | bundles.compiler_environment(dump),
             stdout=subprocess.PIPE,
             text=True,
             check=True,
         )
-        memory, found = json.loads(child.stdout.splitlines()[-1]), schedule.read(dump)
+        memory, found = json.loads(child.stdout.splitlines()[-1]), bundles.read(dump)
     print(
         f"T {args.tokens}  width {args.width}  {args.topology}  peak {memory['peak']:.0f} MB "
         f"(state and batch {memory['state']:.0f}, temporary {memory['temporary']:.0f})"
@@ -108,8 +108,8 @@ def main():
     for name in KERNELS:
         print(f"  {name:20s} {found.of(name):9d}")
     others = sorted(found.programs.items(), key=lambda x: -x[1])
-    for name, bundles in [x for x in others if not x[0].startswith(KERNELS)][:12]:
-        print(f"  {name:60s} {bundles:9d}")
+    for name, count in [x for x in others if not x[0].startswith(KERNELS)][:12]:
+        print(f"  {name:60s} {count:9d}")
 
 
 if __name__ == "__main__":

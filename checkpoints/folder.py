@@ -9,13 +9,15 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
+from errors import RunError
+
 # What TensorStore's errors begin with where the way to the data is at fault, not the data.
 _UNREACHABLE = re.compile(
     "PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED"
 )
 
 
-class CheckpointError(Exception):
+class CheckpointError(RunError):
     """A checkpoint cannot be saved or used. The message is one line that says what to do."""
 
 

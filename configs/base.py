@@ -10,6 +10,8 @@ import re
 
 from ml_collections import ConfigDict
 
+from errors import UserError
+
 
 def get_config() -> ConfigDict:
     """All options, locked. Units stand in the comments; "0: off" means what it says."""
@@ -221,7 +223,7 @@ def check(config: ConfigDict) -> None:
     """Rules that take one look at the options, without reading data or starting JAX.
 
     Raises:
-        ValueError: one line that names the option, what it needs, and what would work.
+        UserError: one line that names the option, what it needs, and what would work.
     """
     _check_names(config)
     _check_ranges(config)
@@ -286,7 +288,7 @@ def _check_names(config: ConfigDict) -> None:
     known = get_config()
     for group in [*known, *config]:
         if group not in known or not isinstance(config.get(group), ConfigDict):
-            raise ValueError(
+            raise UserError(
                 f"config.{group}: needs to be one of the groups of options {', '.join(known)}; "
                 "try to start from base.get_config() as configs/smoke.py does"
             )
@@ -294,10 +296,10 @@ def _check_names(config: ConfigDict) -> None:
     for name in given:
         if name not in wanted:
             near = difflib.get_close_matches(name, wanted, 1) or ["one of configs/base.py"]
-            raise ValueError(f"config.{name}: there is no such option; try {near[0]}")
+            raise UserError(f"config.{name}: there is no such option; try {near[0]}")
     for name, default in wanted.items():
         if name not in given:
-            raise ValueError(f"config.{name}: is missing; needs a value; try {default!r}")
+            raise UserError(f"config.{name}: is missing; needs a value; try {default!r}")
         whole = isinstance(default, float) and type(given[name]) is int
         if not whole and type(given[name]) is not type(default):
             raise _wrong(config, name, f"a value of type {type(default).__name__}", f"{default!r}")
@@ -371,8 +373,8 @@ def _check_schedule(config: ConfigDict) -> None:
         )
 
 
-def _wrong(config: ConfigDict, name: str, needs: str, works: str) -> ValueError:
-    return ValueError(f"config.{name}={_get(config, name)!r}: needs {needs}; try {works}")
+def _wrong(config: ConfigDict, name: str, needs: str, works: str) -> UserError:
+    return UserError(f"config.{name}={_get(config, name)!r}: needs {needs}; try {works}")
 
 
 def _get(config: ConfigDict, name: str):

@@ -13,6 +13,8 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from errors import UserError
+
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 AUTO = "auto"  # --coordinator: leave it to JAX's own detection
@@ -51,7 +53,7 @@ def parse(argv: list[str]) -> tuple[ConfigDict, flags.FlagValues]:
         argv: as sys.argv.
 
     Raises:
-        ValueError: one line that names the flag or option and says what works.
+        UserError: one line that names the flag or option and says what works.
         SystemExit: help was asked for and shown.
     """
     if {"--help", "-h", "-help"} & set(argv):
@@ -67,11 +69,11 @@ def parse(argv: list[str]) -> tuple[ConfigDict, flags.FlagValues]:
         )
         left = _FLAGS(arguments)
     except (flags.Error, ValueError, TypeError) as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        raise UserError(" ".join(str(error).split())) from None
     if len(left) > 1:
-        raise ValueError(f"{left[1]!r}: is no flag; needs --name=value; try --help")
+        raise UserError(f"{left[1]!r}: unknown argument; needs --name=value; try --help")
     if "://" in _FLAGS.workdir:
-        raise ValueError(
+        raise UserError(
             f"--workdir={_FLAGS.workdir}: needs a local folder, checkpoints alone can lie in a "
             f"bucket; try --config.checkpoint.directory={_FLAGS.workdir}"
         )
@@ -125,7 +127,7 @@ def _split(arguments: list[str]) -> tuple[str, list[tuple[str, str | None]], lis
         else:
             rest.append(argument)
     if not path:
-        raise ValueError(
+        raise UserError(
             "--config: is missing; needs a config file; try --config configs/kda_cp4.py"
         )
     return path, overrides, rest
@@ -140,22 +142,22 @@ def _load(path: str) -> ConfigDict:
             names = []
         close = difflib.get_close_matches(os.path.basename(path), names, 1)
         near = os.path.join(folder, close[0]) if close else "configs/kda_cp4.py"
-        raise ValueError(f"--config={path}: there is no such file; try {near}")
+        raise UserError(f"--config={path}: there is no such file; try {near}")
     try:
         spec = importlib.util.spec_from_file_location("config_file", path)
         if spec is None or spec.loader is None:
-            raise ValueError("it is no Python file")
+            raise UserError("not a Python file")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         config = module.get_config()
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
-        raise ValueError(
+        raise UserError(
             f"--config={path}: cannot be read ({type(error).__name__}: {text}); "
             "needs a function get_config() as in configs/smoke.py"
         ) from None
     if not isinstance(config, ConfigDict):
-        raise ValueError(
+        raise UserError(
             f"--config={path}: get_config() must return the ConfigDict of configs/base.py"
         )
     return config
@@ -164,13 +166,13 @@ def _load(path: str) -> ConfigDict:
 def _canonical(config: ConfigDict, name: str, value: str | None) -> str:
     current = _lookup(config, name)
     if isinstance(current, ConfigDict):
-        raise ValueError(
+        raise UserError(
             f"config.{name}: is a group of options; set one of them, "
             f"such as --config.{name}.{next(iter(current))}=..."
         )
     if value is None:
         if not isinstance(current, bool):
-            raise ValueError(f"config.{name}: needs a value; try --config.{name}={current}")
+            raise UserError(f"config.{name}: needs a value; try --config.{name}={current}")
         value = "true"
     return f"--config.{name}={_value(name, current, value)}"
 
@@ -180,9 +182,9 @@ def _lookup(config: ConfigDict, name: str) -> Any:
     done: list[str] = []
     for part in name.split("."):
         if not isinstance(here, ConfigDict):
-            raise ValueError(f"config.{name}: config.{'.'.join(done)} is an option, not a group")
+            raise UserError(f"config.{name}: config.{'.'.join(done)} is an option, not a group")
         if part not in here:
-            raise ValueError(f"config.{name}: there is no such option; try {_near(config, name)}")
+            raise UserError(f"config.{name}: there is no such option; try {_near(config, name)}")
         here = here[part]
         done.append(part)
     return here
@@ -208,7 +210,7 @@ def _value(name: str, current: Any, text: str) -> str:
         try:
             float(text)
         except ValueError:
-            raise ValueError(f"config.{name}={text}: needs a number; try {current}") from None
+            raise UserError(f"config.{name}={text}: needs a number; try {current}") from None
         return text
     # Texts: "none" is what people write for an option that is off, where off is "".
     return "" if text.lower() == "none" and current == "" else text
@@ -219,7 +221,7 @@ def _bool(name: str, text: str) -> str:
         return "true"
     if text.lower() in _FALSE:
         return "false"
-    raise ValueError(f"config.{name}={text}: needs true or false; try true")
+    raise UserError(f"config.{name}={text}: needs true or false; try true")
 
 
 def _int(name: str, current: int, text: str) -> str:
@@ -231,10 +233,10 @@ def _int(name: str, current: int, text: str) -> str:
         number = float(text)
     except ValueError:
         needs = "0 where it is to be off" if text.lower() == "none" else "a whole number"
-        raise ValueError(f"config.{name}={text}: needs {needs}; try {current or 0}") from None
+        raise UserError(f"config.{name}={text}: needs {needs}; try {current or 0}") from None
     if not number.is_integer():
         near = f"{int(number)}" if abs(number) < 1e15 else f"{current}"
-        raise ValueError(f"config.{name}={text}: needs a whole number; try {near}")
+        raise UserError(f"config.{name}={text}: needs a whole number; try {near}")
     return str(int(number))
 
 
@@ -242,25 +244,25 @@ def _check_processes() -> None:
     coordinator, count, number = _FLAGS.coordinator, _FLAGS.processes, _FLAGS.process_id
     if not coordinator:
         if count not in (0, 1) or number >= 0:
-            raise ValueError(
+            raise UserError(
                 f"--coordinator: is missing; --processes={count} --process_id={number} need it; "
                 "try --coordinator=localhost:1234"
             )
         return
     if coordinator == AUTO:
         if count or number >= 0:
-            raise ValueError(
+            raise UserError(
                 f"--coordinator={AUTO}: finds the processes by itself; try it without "
                 "--processes and --process_id, or --coordinator=host:port with them"
             )
         return
     if count < 1:
-        raise ValueError(f"--processes={count}: needs the number of processes; try --processes=2")
+        raise UserError(f"--processes={count}: needs the number of processes; try --processes=2")
     if not 0 <= number < count:
-        raise ValueError(f"--process_id={number}: needs 0 to {count - 1}; try --process_id=0")
+        raise UserError(f"--process_id={number}: needs 0 to {count - 1}; try --process_id=0")
     host, _, port = coordinator.rpartition(":")
     if not host or not (port.isdecimal() and 0 < int(port) < 65536):
-        raise ValueError(
+        raise UserError(
             f"--coordinator={coordinator}: needs host:port with a port from 1 to 65535, or {AUTO}; "
             f"try {host or coordinator}:1234"
         )

@@ -16,7 +16,8 @@ ALLOWED = {
     "checkpoints": {"checkpoints"},
     "training": {"training", "model", "data.batch"},
 }
-EVERYWHERE = {"options"}  # the declaration of options: standard library only
+# The kinds of errors and the declaration of options: they import the standard library only.
+EVERYWHERE = {"errors", "options"}
 OURS = {*ALLOWED, *EVERYWHERE, "train", "tests", "benchmarks"}
 # Outside names that a room must not know, with the modules that may: jax makes devices on import
 # in places, and a data worker should never load it.

@@ -21,9 +21,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import kda_tpu
-from benchmarks.schedule import weigh
 from kernels.kda import kda
 from kernels.segments import plan_segments
+from training.estimate.bundles import weigh
 
 V7X, V6E, V5P, V5E = "tpu7x:2x2x1", "v6e:2x2", "v5p:2x2x1", "v5e:2x2"
 

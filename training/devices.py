@@ -10,6 +10,8 @@ import math
 import os
 from typing import Any
 
+from errors import UserError
+
 HEARTBEAT_SECONDS = 30  # a process that is silent for so long is dead, and the others stop
 MOST_SIMULATED = 1024  # each costs threads and memory; far more never get to an error message
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
@@ -32,7 +34,7 @@ def start_jax(needed: int, cache: str, processes: Processes) -> None:
         cache: folder of compiled programs, or "".
 
     Raises:
-        ValueError: the devices of a process do not fit the mesh, there are no other processes, or
+        UserError: the devices of a process do not fit the mesh, there are no other processes, or
             no devices of the kind that the environment asks for.
     """
     if "JAX_PLATFORMS" not in os.environ and not accelerator():
@@ -45,12 +47,12 @@ def start_jax(needed: int, cache: str, processes: Processes) -> None:
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         share, rest = divmod(needed, max(processes.count, 1))
         if rest:
-            raise ValueError(
+            raise UserError(
                 f"--processes={processes.count}: needs a divisor of the mesh's devices ({needed}); "
                 "try --processes=1"
             )
         if share > MOST_SIMULATED:
-            raise ValueError(
+            raise UserError(
                 f"config.mesh: needs {share} devices of this process; at most {MOST_SIMULATED} are "
                 "simulated on CPU; try smaller axes"
             )
@@ -66,7 +68,7 @@ def start_jax(needed: int, cache: str, processes: Processes) -> None:
         jax.devices()
     except Exception as error:  # JAX has several kinds
         text = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(
+        raise UserError(
             f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}: JAX finds no such devices "
             f"({text}); try JAX_PLATFORMS=cpu"
         ) from None
@@ -93,7 +95,7 @@ def meet(processes: Processes) -> None:
         )
     except (ValueError, RuntimeError) as error:
         text = " ".join(str(error).split())[:200]
-        raise ValueError(
+        raise UserError(
             f"--coordinator={processes.coordinator}: JAX found no processes ({text}); "
             "try --coordinator=host:port --processes=2 --process_id=0"
         ) from None
@@ -118,14 +120,14 @@ def make_mesh(mesh: Any) -> Any:
     """The mesh of config.mesh over all devices of all processes.
 
     Raises:
-        ValueError: it needs more or fewer devices than there are.
+        UserError: it needs more or fewer devices than there are.
     """
     import jax
 
     axes = dict(mesh)
     needed, found = math.prod(axes.values()), jax.device_count()
     if needed != found:
-        raise ValueError(
+        raise UserError(
             f"config.mesh: {' x '.join(map(str, axes.values()))} ({' x '.join(axes)}) needs "
             f"{needed} devices; there are {found} ({jax.devices()[0].device_kind}); "
             f"try {_fitting_mesh(axes, found)}"

@@ -4,8 +4,10 @@ import fcntl
 import os
 from typing import IO
 
+from errors import RunError
 
-class LockError(Exception):
+
+class LockError(RunError):
     """One line: the folder is in use, or cannot be written to."""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import psutil
 
+from errors import RunError
 from model.config import ModelConfig
 from model.flops import attention_flops_per_token, train_flops_per_token
 
@@ -28,11 +29,14 @@ PEAK_FLOPS = {
 }
 
 
-class NonFiniteError(Exception):
+class NonFiniteError(RunError):
     """A step's loss or gradient is not finite; `step` is its number."""
 
     def __init__(self, step: int, loss: float, norm: float):
-        super().__init__(f"step {step}: loss {loss}, gradient norm {norm}")
+        super().__init__(
+            f"step {step}: loss {loss}, gradient norm {norm}: not finite, so it is not saved; try "
+            "a lower config.optimizer.learning_rate, or --config.train.skip_nonfinite=true"
+        )
         self.step, self.loss, self.norm = step, loss, norm
 
 

@@ -1,10 +1,10 @@
-"""What a compiled function would cost on a TPU: bundles and peak memory, read from the compiler.
+"""Bundles of a compiled program: the instructions that a TPU core issues, read from the compiler.
 
 libtpu compiles for a TPU topology on any x86-64 Linux machine and writes each kernel's final
-schedule, one VLIW bundle a line, if asked by environment variables before JAX starts. A bundle is
+schedule, one VLIW bundle a line, if environment variables ask for it before JAX starts. A bundle is
 one issue slot of the core, so their number is a lower bound on cycles, the same on every run. It
-sees neither stalls nor waits for HBM or other ranks. Loops count by their trip counts; a loop whose
-count is not a constant counts once; a predicated region counts as taken.
+does not include stalls, or waits for HBM or other ranks. Loops count by their trip counts; a loop
+whose count is not a constant counts once; a predicated region counts as taken.
 """
 
 import itertools
@@ -18,7 +18,7 @@ KERNEL_FILE = re.compile(r"\d+-(.*)-\d+-final_bundles\.txt$")
 
 
 def compiler_environment(dump: str) -> dict[str, str]:
-    """Environment of a process that compiles for a TPU that is not there and dumps schedules."""
+    """Environment of a process that compiles for an absent TPU and writes schedules to `dump`."""
     return {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -38,7 +38,7 @@ class _Loop:
     trips: int = 1
 
 
-@dataclass
+@dataclass(frozen=True)
 class Schedule:
     """Bundles of all programs of a compilation, by name."""
 
@@ -55,13 +55,13 @@ class Schedule:
 
 def read(dump: str) -> Schedule:
     """All schedules of a dump directory."""
-    schedule = Schedule()
+    programs: dict[str, int] = {}
     for path in pathlib.Path(dump).glob("*-final_bundles.txt"):
         match = KERNEL_FILE.match(path.name)
         if match and "schedule-analysis" not in path.name:
             found = weigh(path.read_text(errors="replace").splitlines())
-            schedule.programs[match.group(1)] = schedule.programs.get(match.group(1), 0) + found
-    return schedule
+            programs[match.group(1)] = programs.get(match.group(1), 0) + found
+    return Schedule(programs)
 
 
 def weigh(lines: list[str]) -> int:
@@ -76,7 +76,7 @@ def weigh(lines: list[str]) -> int:
 
     for (match, line), depth in zip(found, depths):
         labels, body = match.group(1), match.group(3)
-        if body.startswith("}"):  # a delay slot carries no loop marks: it belongs to the loop open
+        if body.startswith("}"):  # a delay slot has no loop marks: it belongs to the open loop
             depth = loops[-1].depth
         while loops[-1].depth > depth:
             close()
@@ -94,10 +94,10 @@ def weigh(lines: list[str]) -> int:
 
 
 def _depths(bundles: list[re.Match]) -> list[int]:
-    """How many loops each bundle stands in.
+    """The number of loops around each bundle.
 
-    A loop's bundles may carry fewer marks in its midst. It ends where no more of its depth follow,
-    or where the next one begins (LB).
+    Bundles inside a loop may carry fewer marks than its depth. A loop ends at the last bundle of
+    its depth, or where the next one begins (LB).
     """
     depths = [match.group(2).count(">") for match in bundles]
     for depth in range(max(depths, default=0), 0, -1):
