@@ -44,7 +44,7 @@ def _kernel(blocks: Blocks, run: jax.Array, q_position: jax.Array) -> splash.Spl
             mask_next=None,
             block_mask=run.astype(jnp.int8)[None],
             partial_mask_blocks=None,
-            q_sequence=q_position,
+            q_sequence=q_position,  # type: ignore[arg-type]  # traced is fine, as in the others
         )
 
     return splash.SplashAttentionKernel(

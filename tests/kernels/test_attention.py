@@ -200,6 +200,66 @@ def test_the_next_memory_is_the_end_of_the_last_segment(ranks):
         assert not kept or after.valid[b, -1]
 
 
+STREAM = np.concatenate([row((1, 30), (2, 100), (0, 14)), row((3, 70), (4, 74))])
+
+
+def attend_in_rows(arrays, rows: int, memory: int, ranks: int):
+    """The stream's outputs, cut into rows of a memory each."""
+    axis_name = "context" if ranks > 1 else None
+
+    def attend(q, k, v, before, ids):
+        segments = plan_segments(ids, axis_name)
+        return attention(q, k, v, segments, memory=before, axis_name=axis_name, block=16)
+
+    specs = Memory(KEYS, KEYS, TOKENS)
+    island = jax.shard_map(
+        attend,
+        mesh=make_mesh(context=ranks),
+        in_specs=(KEYS, KEYS, KEYS, specs, TOKENS),
+        out_specs=(KEYS, specs),
+    )
+    before_k = jnp.zeros((1, 2, memory, 8))
+    before = Memory(before_k, before_k, jnp.zeros((1, memory), bool))
+    outs, last_id = [], 0
+    for ids, *streams in zip(
+        np.split(STREAM[None], rows, 1), *(jnp.split(x, rows, 2) for x in arrays)
+    ):
+        present = ids[ids != 0]
+        before = before._replace(valid=before.valid & bool(present[0] == last_id))
+        out, before = island(*streams, before, jnp.asarray(ids, jnp.int32))
+        outs.append(out)
+        last_id = present[-1]
+    return jnp.concatenate(outs, 2)
+
+
+@functools.cache
+def stream_gradients(rows: int, memory: int, ranks: int):
+    """(outputs, gradients) of the stream in rows; the gradient flows through the memories."""
+    random = np.random.default_rng(1)
+    shapes = [(1, heads, len(STREAM), 8) for heads in (4, 2, 2)]
+    arrays = [jnp.asarray(2 * random.normal(size=shape), jnp.float32) for shape in shapes]
+
+    @jax.jit
+    def step(*arrays):
+        out, pull = jax.vjp(lambda *x: attend_in_rows(x, rows, memory, ranks), *arrays)
+        return out, pull(jnp.sin(3 * out))
+
+    return step(*arrays)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rows_with_memory_equal_one_long_row(ranks):
+    """Rows of 48 of a document of 100, one of which starts in the first row and ends in the third;
+    the memory covers two rows."""
+    error, where = worst_error(stream_gradients(6, 96, ranks), stream_gradients(1, 4, 1))
+    assert error < MODEL_FLOAT32, where
+
+
+def test_a_memory_that_is_too_short_shows():
+    error, _ = worst_error(stream_gradients(6, 48, 1), stream_gradients(1, 4, 1))
+    assert error > 1e-2
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "block"),
     [("grouped", 2, 256), ("narrow", 4, 128), ("wide", 1, 512), ("memory", 2, 128)],
