@@ -1,4 +1,4 @@
-"""Options of the data pipeline: the group `config.data`. The shuffling seed is `config.train.seed`."""
+"""Options of the data pipeline, `config.data`. The shuffling seed is `config.train.seed`."""
 
 import dataclasses
 
