@@ -152,6 +152,8 @@ def _block(cfg: ModelConfig, mixer: str, plan: RowPlan, mesh: Mesh):
     specs = block_specs(cfg, mixer)
 
     def block(params, hidden, carry):
+        # Else XLA casts all layers' matrices before the loop over layers, and keeps both.
+        params, hidden = jax.lax.optimization_barrier((params, hidden))
         params = use_params(params, specs, cfg, mesh)
         x = rms_norm(hidden, params["mixer_norm"], cfg.norm_eps)
         if mixer == "kda":

@@ -129,9 +129,7 @@ def use_params(params: Any, specs: Any, cfg: ModelConfig, mesh: Mesh) -> Any:
     """
 
     def use(spec: ParamSpec, param: jax.Array) -> jax.Array:
-        if spec.cast:
-            # Else XLA casts all layers' matrices before the loop over layers, and keeps both.
-            param = jax.lax.optimization_barrier(param).astype(cfg.compute_dtype)
+        param = param.astype(cfg.compute_dtype) if spec.cast else param
         kept, used = spec.partition(mesh), spec.use_partition
         return _gather(NamedSharding(mesh, kept), NamedSharding(mesh, used), param)
 
