@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from model.sharding import param_shardings, param_specs
+from model.params import param_shardings, param_specs
 from tests.model_cases import MIXED, make_mesh, make_params
 from training.optimizer import OptimizerConfig, _muon, make_optimizer, make_schedule, rule_names
 from training.state import flatten, state_shapes

@@ -8,7 +8,7 @@ import optax
 from jax.sharding import Mesh
 
 from model.config import ModelConfig
-from model.sharding import decay_mask, muon_mask, param_shardings
+from model.params import decay_mask, muon_mask, param_shardings
 from training.muon import scale_by_muon, scale_by_size
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model.config import ModelConfig
 from model.decoder import carry_shardings, init_carry
-from model.sharding import init_params, param_shardings
+from model.params import init_params, param_shardings
 
 
 class TrainState(NamedTuple):
