@@ -137,7 +137,8 @@ def _axes(attributes: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], in
     """(mesh axes that the first group of devices varies along, its number of devices)."""
     named = _NAMED.search(attributes)
     if named and (used := tuple(re.findall(r"'([^']+)'", named.group(2)))) and set(used) <= {*mesh}:
-        return used, math.prod(mesh[axis] for axis in used)
+        crossed = tuple(axis for axis in used if mesh[axis] > 1)
+        return crossed, math.prod(mesh[axis] for axis in crossed)
     group = _group(attributes, mesh, named)
     places = [_place(device, mesh) for device in group]
     varying = tuple(axis for i, axis in enumerate(mesh) if len({place[i] for place in places}) > 1)

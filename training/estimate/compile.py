@@ -22,7 +22,6 @@ from training.estimate import bundles
 
 HLO, FACTS, ERROR = "step.hlo.txt", "facts.json", "error.txt"
 CPU = "cpu"  # a topology's name for the simulated devices of this machine
-DEFAULT_VOCABULARY = 32768  # where the config leaves the vocabulary to a tokenizer
 _OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -97,18 +96,20 @@ def abstract_step(devices: Any, config: ConfigDict, vocabulary: int) -> tuple[An
     import jax
     import numpy as np
 
-    from model.config import check_mesh
-    from model.sharding import MESH_AXES
-    from training.build import model_config, optimizer_options
-    from training.optimizer import make_optimizer, make_schedule
+    from model.axes import MESH_AXES
+    from model.checks import check_mesh
+    from model.config import ModelConfig
+    from training.optimizer import OptimizerConfig, make_optimizer, make_schedule
     from training.state import state_shapes
     from training.step import StepConfig, batch_shapes, make_train_step
 
     shape = tuple(config.mesh[name] for name in MESH_AXES)
     mesh = jax.sharding.Mesh(np.array(devices[: np.prod(shape)]).reshape(shape), MESH_AXES)
-    model, data, train = model_config(config, vocabulary), config.data, config.train
+    model = ModelConfig(**{**config.model, "vocab_size": vocabulary})
+    data, train = config.data, config.train
     check_mesh(model, mesh.shape)
-    options = optimizer_options(config)
+    steps = config.optimizer.schedule_steps or train.steps
+    options = OptimizerConfig(**{**config.optimizer, "schedule_steps": steps})
     optimizer = make_optimizer(options, model)
     shapes = state_shapes(model, mesh, optimizer, data.global_batch_size, train.spike_window)
     step_options = {field.name: train[field.name] for field in dataclasses.fields(StepConfig)}
@@ -120,6 +121,23 @@ def abstract_step(devices: Any, config: ConfigDict, vocabulary: int) -> tuple[An
     )
     batch = batch_shapes(mesh, train.tbptt_windows, data.global_batch_size, data.sequence_length)
     return step, (shapes, batch, votes), model, mesh
+
+
+def vocabulary_of(config: ConfigDict) -> int:
+    """config.model.vocab_size, or the tokenizer's, which needs its file here.
+
+    Raises:
+        UserError: there is neither.
+    """
+    from data.tokenizer import make_tokenizer
+
+    if config.model.vocab_size:
+        return config.model.vocab_size
+    data = config.data
+    try:
+        return make_tokenizer(data.tokenizer, data.bos_token, data.eos_token).vocab_size
+    except ValueError as error:
+        raise UserError(f"{error}; or try --config.model.vocab_size=32768") from None
 
 
 def find_devices(topology: str, needed: int) -> Any:
@@ -140,8 +158,7 @@ def compile_here(config: ConfigDict, topology: str, folder: str) -> Facts:
     from training.estimate.flops import program_flops
 
     devices = find_devices(topology, math.prod(config.mesh.values()))
-    vocabulary = config.model.get("vocab_size", 0) or DEFAULT_VOCABULARY
-    step, arguments, model, mesh = abstract_step(devices, config, vocabulary)
+    step, arguments, model, mesh = abstract_step(devices, config, vocabulary_of(config))
     start = time.monotonic()
     traced = step.trace(*arguments)
     lowered = traced.lower()
@@ -154,15 +171,15 @@ def compile_here(config: ConfigDict, topology: str, folder: str) -> Facts:
 
 
 def _facts(config, arguments, model, mesh, compiled, flops, seconds) -> Facts:
-    from model.flops import attention_flops_per_token, train_flops_per_token
-    from model.sharding import param_count
+    from model.flops import key_flops_per_token, train_flops_per_token
+    from model.params import param_count
     from training.report import compiled_peak_bytes
 
     state, batch, _ = arguments
     memory, needed = compiled.memory_analysis(), compiled_peak_bytes(compiled) or 0
     tokens = _tokens(config)
     a_token = train_flops_per_token(model)
-    a_token += attention_flops_per_token(model, (config.data.sequence_length + 1) / 2)
+    a_token += key_flops_per_token(model, (config.data.sequence_length + 1) / 2)
     return Facts(
         parameters=param_count(model),
         layers=model.layers,
