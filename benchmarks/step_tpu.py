@@ -41,7 +41,7 @@ def build(devices, config, vocabulary: int):
     import numpy as np
 
     import train
-    from model.sharding import MESH_AXES
+    from model.axes import MESH_AXES
     from training.optimizer import OptimizerConfig, make_optimizer, make_schedule
     from training.state import state_shapes
     from training.step import StepConfig, batch_shapes, make_train_step

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.sharding import param_specs
+from model.params import param_specs
 from tests.model_cases import MIXED, make_mesh, make_params
 from training.optimizer import OptimizerConfig, make_optimizer, make_schedule, rule_names
 from training.state import flatten, state_shapes

@@ -7,7 +7,7 @@ import jax
 import optax
 
 from model.config import ModelConfig
-from model.sharding import decay_mask, muon_mask
+from model.params import decay_mask, muon_mask
 
 
 @dataclasses.dataclass(frozen=True)

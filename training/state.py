@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from model.axes import CONTEXT
 from model.config import ModelConfig
 from model.decoder import carry_shardings, init_carry
-from model.sharding import CONTEXT, init_params, param_shardings
+from model.params import init_params, param_shardings
 
 
 class TrainState(NamedTuple):
