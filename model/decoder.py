@@ -154,8 +154,6 @@ def _block(
     says."""
 
     def block(params: Arrays, hidden: jax.Array, carry: Arrays):
-        # Else XLA casts all layers' matrices before the loop over layers, and keeps both.
-        params, hidden = jax.lax.optimization_barrier((params, hidden))
         params = use_params(params, specs, cfg, mesh)
         x = rms_norm(hidden, params["mixer_norm"], cfg.norm_eps)
         x, carry, metrics = mixer.forward(params["mixer"], cfg, x, plan, carry, mesh)

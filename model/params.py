@@ -63,7 +63,12 @@ def use_params(params: Tree, specs: Tree, cfg: ModelConfig, mesh: Mesh) -> Tree:
     """
 
     def use(spec: ParamSpec, param: jax.Array) -> jax.Array:
-        param = param.astype(cfg.compute_dtype) if spec.cast else param
+        if spec.cast:
+            # Rounded first, which changes nothing: XLA would otherwise cast the matrices of all
+            # layers before the loop over layers, and hold both copies throughout.
+            kind = jnp.finfo(cfg.compute_dtype)
+            param = jax.lax.reduce_precision(param, kind.nexp, kind.nmant)
+            param = param.astype(cfg.compute_dtype)
         kept, used = spec.partition(mesh), spec.use_partition
         return _gather(NamedSharding(mesh, kept), NamedSharding(mesh, used), param)
 
