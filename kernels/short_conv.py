@@ -53,6 +53,40 @@ def short_conv(
     Raises:
         ValueError: for shapes that do not fit or an unknown activation.
     """
+    y, next_tail, _ = _on_rank(
+        x, weight, segments, heads, tail, None, axis_name, activation, implementation
+    )
+    if axis_name is not None:
+        next_tail = jax.tree.map(lambda x: jax.lax.psum(x, axis_name), next_tail)
+    return y, next_tail
+
+
+def short_conv_on_rank(
+    x: Any,
+    weight: Any,
+    segments: Segments,
+    *,
+    heads: int,
+    tail: Any,
+    halo: jax.Array | None,
+    axis_name: str | None,
+    implementation: str | None,
+) -> tuple[Any, Any, jax.Array]:
+    """`short_conv` whose ranks do not meet at its end, and which can be repeated without messages.
+
+    Args:
+        halo: None, or what a call with the same arguments returned, which then replaces what the
+            rank would receive. Its gradient is that of the first call, passed to the rank before.
+
+    Returns:
+        y; the rank's share of the next row's tail, whose sum over the ranks of axis_name is the
+        tail; and the halo, [B, W - 1, D of all of x].
+    """
+    return _on_rank(x, weight, segments, heads, tail, halo, axis_name, "silu", implementation)
+
+
+def _on_rank(x, weight, segments, heads, tail, halo, axis_name, activation, implementation):
+    """See `short_conv_on_rank`."""
     tree: Any  # mypy does not know its methods
     xs, tree = jax.tree.flatten(x)
     weights = tree.flatten_up_to(weight)
@@ -70,14 +104,18 @@ def short_conv(
         [jnp.broadcast_to(upstream, tail.shape[:2]).astype(jnp.int32), segments.index], axis=1
     )
     xs, newest, ends = map(list, zip(*(_taken(x, segments, width - 1) for x in xs)))
-    halo = _receive_halo(_joined(newest), tail.astype(xs[0].dtype), segments, upstream, axis_name)
+    given = _joined(newest), tail.astype(xs[0].dtype), segments, upstream
+    if halo is None:
+        halo = _receive_halo(axis_name, *given)
+    else:
+        halo = _received_halo(axis_name, *given, halo)
     next_tail = _next_tail(_joined(ends), halo, index, tail, segments, axis_name)
     reach = _reach(index, segments.valid, width)
     ys = [
         _by_head((activation, implementation), heads, *arrays, reach)
         for arrays in zip(xs, _cut(halo, xs), weights)
     ]
-    return tree.unflatten(ys), tree.unflatten(_cut(next_tail, xs))
+    return tree.unflatten(ys), tree.unflatten(_cut(next_tail, xs)), halo
 
 
 def _joined(arrays) -> jax.Array:
@@ -282,7 +320,7 @@ def _tail_places(segments: Segments, width: int) -> jax.Array:
     return last[:, None] + 1 + jnp.arange(width)
 
 
-def _receive_halo(newest, tail, segments: Segments, upstream, axis_name):
+def _receive_halo(axis_name, newest, tail, segments: Segments, upstream):
     """The W - 1 inputs before the rank's tokens [B, W - 1, D], zero where not of the segment that
     goes on here. A sender knows which segment that is, so no ids travel."""
     width, length = tail.shape[1], segments.valid.shape[1]
@@ -302,6 +340,26 @@ def _receive_halo(newest, tail, segments: Segments, upstream, axis_name):
     return halo
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _received_halo(axis_name, newest, tail, segments: Segments, upstream, halo):
+    """What `_receive_halo` returned before, with its gradient."""
+    return halo
+
+
+def _received_forward(axis_name, *arguments):
+    return arguments[-1], arguments[:-1]
+
+
+def _received_backward(axis_name, saved, d_halo):
+    newest, tail, *where = saved
+    # Linear, so only the cotangent travels: the values computed again have no user.
+    receive = lambda newest, tail: _receive_halo(axis_name, newest, tail, *where)  # noqa: E731
+    return *jax.vjp(receive, newest, tail)[1](d_halo), None, None, None
+
+
+_received_halo.defvjp(_received_forward, _received_backward)
+
+
 def _next_tail(ends, halo, index, tail, segments: Segments, axis_name):
     width = tail.shape[1]
     if width == 0:
@@ -316,4 +374,4 @@ def _next_tail(ends, halo, index, tail, segments: Segments, axis_name):
     rank = 0 if axis_name is None else jax.lax.axis_index(axis_name)
     empty = (segments.count == 0) & (rank == 0)
     tail_out = jnp.where(empty[..., None], tail.astype(ends.dtype), tail_out)
-    return tail_out if axis_name is None else jax.lax.psum(tail_out, axis_name)
+    return tail_out

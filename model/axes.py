@@ -59,6 +59,11 @@ class ParamSpec:
     muon: bool
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether fsdp and context divide it at rest; the others are small and stay whole."""
+        return any(axis in _INNER_AXES for axis in self.axes)
+
+    @property
     def use_partition(self) -> PartitionSpec:
         """How it is divided where it is used: over tensor only."""
         named = [axis for axis in self.axes if axis in _TENSOR_AXES][:1]
@@ -70,7 +75,7 @@ class ParamSpec:
         Along one axis if one is divisible by both, trying the residual width first; otherwise along
         an axis each. It is whole over a mesh axis that divides none. Small parameters stay whole.
         """
-        if not any(axis in _INNER_AXES for axis in self.axes):
+        if not self.is_matrix:
             return self.use_partition
         divided: list[tuple[str, ...]] = [(axis,) if axis else () for axis in self.use_partition]
         if not self._divide(divided, AT_REST, mesh):

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels.segments import plan_segments
-from model.axes import CONTEXT, FSDP, TENSOR, TOKEN_SPEC, Arrays, Specs, Tree
+from model.axes import CONTEXT, FSDP, TENSOR, TOKEN_SPEC, TOKENS, Arrays, Specs, Tree
 from model.config import ModelConfig
 from model.ffn import FeedForward, feed_forwards_of
+from model.layer_loop import Layer, run_layers, run_layers_recomputed
 from model.layers import constrain, rms_norm
 from model.mixers.protocol import Metrics, Mixer, RowPlan
 from model.mixers.registry import mixers_of
-from model.params import block_specs, param_specs, use_params
+from model.params import block_specs, copies, param_specs, spread_params, use_matrices
 
 _TOKEN_AXIS = {FSDP: 0, CONTEXT: 1}  # which axis of [B, T] a mesh axis cuts
 
@@ -125,51 +126,66 @@ def _run_blocks(
 
     params and carry: tuples over the pattern, stacked over repeats. Returns (hidden, (new carry,
     metrics)), the latter two likewise.
+
+    Nothing inside the loop over layers sums over ranks but the gradients of matrices: small
+    parameters and the carry enter it as one copy a rank, whose gradients are added after it, and
+    what layers hand to the next row leaves it as one share a rank.
     """
-    layers = zip(mixers_of(cfg), feed_forwards_of(cfg), block_specs(cfg), strict=True)
-    blocks = [_block(cfg, mixer, ffn, specs, plan, mesh) for mixer, ffn, specs in layers]
+    mixers, specs = mixers_of(cfg), block_specs(cfg)
+    layers = [
+        _checkpointed(cfg, _layer(cfg, mixer, ffn, spec, mesh))
+        for mixer, ffn, spec in zip(mixers, feed_forwards_of(cfg), specs, strict=True)
+    ]
+    run = run_layers_recomputed if cfg.remat == "full" else run_layers
+    begins = tuple(
+        jax.tree.map(
+            lambda x, spec: copies(x, (CONTEXT,), spec, mesh), begin, mixer.carry_specs(cfg)
+        )
+        for mixer, begin in zip(mixers, carry, strict=True)
+    )
+    params = tuple(spread_params(*pair, mesh) for pair in zip(params, specs, strict=True))
+    hidden, (ends, metrics) = run(layers, params, hidden, begins, plan, cfg.scan_layers)
+    ends = jax.tree.map(lambda shares: jnp.sum(shares, axis=1, dtype=shares.dtype), ends)
+    new = (
+        mixer.new_carry(cfg, plan, begin, end)
+        for mixer, begin, end in zip(mixers, carry, ends, strict=True)
+    )
+    return hidden, (tuple(new), metrics)
 
-    def repeat(hidden: jax.Array, stacked: tuple[Tree, Tree]) -> tuple[jax.Array, Tree]:
-        ends, metrics = [], []
-        for block, layer, begin in zip(blocks, *stacked, strict=True):
-            hidden, end, reported = block(layer, hidden, begin)
-            ends.append(end)
-            metrics.append(reported)
-        return hidden, (tuple(ends), tuple(metrics))
 
-    if cfg.scan_layers:
-        return jax.lax.scan(repeat, hidden, (params, carry))
-    results = []
-    for index in range(cfg.num_repeats):
-        stacked = jax.tree.map(lambda x, index=index: x[index], (params, carry))
-        hidden, result = repeat(hidden, stacked)
-        results.append(result)
-    return hidden, jax.tree.map(lambda *layers: jnp.stack(layers), *results)
+def _layer(cfg: ModelConfig, mixer: Mixer, ffn: FeedForward, specs: Specs, mesh: Mesh) -> Layer:
+    """One layer as layer_loop.py wants it. params: matrices at rest, the others as copies."""
 
-
-def _block(
-    cfg: ModelConfig, mixer: Mixer, ffn: FeedForward, specs: Specs, plan: RowPlan, mesh: Mesh
-):
-    """(params, hidden, carry) -> (hidden, carry, metrics) of one layer, rematerialised as cfg.remat
-    says."""
-
-    def block(params: Arrays, hidden: jax.Array, carry: Arrays):
-        params = use_params(params, specs, cfg, mesh)
-        x = rms_norm(hidden, params["mixer_norm"], cfg.norm_eps)
-        x, carry, metrics = mixer.forward(params["mixer"], cfg, x, plan, carry, mesh)
+    def layer(params: Arrays, hidden: jax.Array, carry: Arrays, plan: RowPlan, entry: Tree):
+        params = use_matrices(params, specs, cfg, mesh)
+        x = _norm(hidden, params["mixer_norm"], cfg.norm_eps, mesh)
+        x, ends, entry, metrics = mixer.forward(params["mixer"], cfg, x, plan, carry, entry, mesh)
         hidden = hidden + x
-        x = rms_norm(hidden, params["ffn_norm"], cfg.norm_eps)
+        x = _norm(hidden, params["ffn_norm"], cfg.norm_eps, mesh)
         x, reported = ffn.forward(params["ffn"], cfg, x, plan, mesh)
-        return constrain(hidden + x, mesh, TOKEN_SPEC), carry, metrics | reported
+        return constrain(hidden + x, mesh, TOKEN_SPEC), ends, entry, metrics | reported
 
-    if cfg.remat == "none":
-        return block
-    if cfg.remat == "full":
-        policy = jax.checkpoint_policies.nothing_saveable
-    else:
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return layer
+
+
+def _norm(x: jax.Array, gains: jax.Array, eps: float, mesh: Mesh) -> jax.Array:
+    """`rms_norm` of x [B, T, D] with each rank's own copy of the gain, [ranks, D]."""
+    norm = jax.shard_map(
+        lambda x, gains: rms_norm(x, gains[0], eps),
+        mesh=mesh,
+        in_specs=(TOKEN_SPEC, PartitionSpec(TOKENS)),
+        out_specs=TOKEN_SPEC,
+    )
+    return norm(x, gains)
+
+
+def _checkpointed(cfg: ModelConfig, layer: Layer) -> Layer:
+    """With remat="dots", the layer rematerialised but for its products."""
+    if cfg.remat != "dots":
+        return layer
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     # A scan's body is compiled apart from the forward, so nothing can be shared by mistake there.
-    return jax.checkpoint(block, policy=policy, prevent_cse=not cfg.scan_layers)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not cfg.scan_layers)
 
 
 def _by_layer(metrics: tuple[Metrics, ...]) -> Metrics:

@@ -11,11 +11,13 @@ import math
 import zlib
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model.axes import Arrays, ParamSpec, Specs, Tree, gain, matrix
+from model.axes import TOKENS, Arrays, ParamSpec, Specs, Tree, gain, matrix
 from model.config import ModelConfig
 from model.ffn import feed_forwards_of
+from model.layers import constrain
 from model.mixers.registry import mixers_of
 
 
@@ -73,6 +75,35 @@ def use_params(params: Tree, specs: Tree, cfg: ModelConfig, mesh: Mesh) -> Tree:
         return _gather(NamedSharding(mesh, kept), NamedSharding(mesh, used), param)
 
     return jax.tree.map(use, specs, params)
+
+
+def use_matrices(params: Tree, specs: Tree, cfg: ModelConfig, mesh: Mesh) -> Tree:
+    """`use_params` of matrices; other parameters are returned as they are."""
+
+    def use(spec: ParamSpec, param: jax.Array) -> jax.Array:
+        return use_params(param, spec, cfg, mesh) if spec.is_matrix else param
+
+    return jax.tree.map(use, specs, params)
+
+
+def spread_params(params: Tree, specs: Tree, mesh: Mesh) -> Tree:
+    """Parameters stacked over repeats [R, ...] with small ones as `copies`, one a token rank."""
+
+    def spread(spec: ParamSpec, param: jax.Array) -> jax.Array:
+        return param if spec.is_matrix else copies(param, TOKENS, spec.use_partition, mesh)
+
+    return jax.tree.map(spread, specs, params)
+
+
+def copies(x: jax.Array, axes: tuple[str, ...], spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+    """[R, ...] -> [R, ranks of the mesh axes, ...], each rank holding its own copy.
+
+    The gradient of a copy is that rank's share, and all are added at once, where this is called.
+    spec: how the dimensions after R are divided.
+    """
+    ranks = math.prod(mesh.shape[axis] for axis in axes)
+    wide = jnp.broadcast_to(x[:, None], (x.shape[0], ranks, *x.shape[1:]))
+    return constrain(wide, mesh, PartitionSpec(None, axes, *spec))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

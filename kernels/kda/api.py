@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from kernels.kda import checks
 from kernels.kda.chunk_math import CHUNK
-from kernels.kda.problem import FinalState, Gate, Inputs, Problem, StatePolicy
+from kernels.kda.problem import Entry, FinalState, Gate, Inputs, Problem, StatePolicy
 from kernels.kda.vma import vary, varying_axes
 from kernels.segments import Segments, pad_tokens, whole_row
 from kernels.select import choose
@@ -78,6 +78,61 @@ def kda(
     Raises:
         ValueError: with one line, before tracing, for anything that does not fit.
     """
+    out, state, _ = _on_rank(
+        Entry.UNUSED, None, q, k, v, decay, beta, segments, initial_state, start_state,
+        final_state, a_log, dt_bias, lower_bound, qk_l2norm, scale, axis_name, state_policy,
+        rank_io_in_vmem, implementation,
+    )  # fmt: skip
+    if state is None or axis_name is None:
+        return out, state
+    return out, jax.lax.psum(state, axis_name)
+
+
+def kda_on_rank(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    decay: jax.Array,
+    beta: jax.Array,
+    segments: Segments,
+    *,
+    entry: jax.Array | None,
+    initial_state: jax.Array | None,
+    start_state: jax.Array | None,
+    final_state: str,
+    a_log: jax.Array | None,
+    dt_bias: jax.Array | None,
+    lower_bound: float | None,
+    qk_l2norm: bool,
+    axis_name: str | None,
+    state_policy: str,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """`kda` whose ranks do not meet at its end, and which can be repeated without its messages.
+
+    Args:
+        entry: None, or what a call with the same arguments returned: the call is then repeated from
+            it, without messages. Its gradient is that of the first call, cotangents passing from
+            rank to rank; no gradient flows into `entry`.
+
+    Returns:
+        out; the rank's share of the returned state, whose sum over the ranks of axis_name is the
+        state (meaningless if entry is given, but differentiable); and the state [B, H, K, V]
+        float32 that entered this rank.
+    """
+    return _on_rank(
+        Entry.KEPT if entry is None else Entry.GIVEN, entry, q, k, v, decay, beta, segments,
+        initial_state, start_state, final_state, a_log, dt_bias, lower_bound, qk_l2norm, None,
+        axis_name, state_policy, True, implementation,
+    )  # fmt: skip
+
+
+def _on_rank(
+    use, entry, q, k, v, decay, beta, segments, initial_state, start_state, final_state, a_log,
+    dt_bias, lower_bound, qk_l2norm, scale, axis_name, state_policy, rank_io_in_vmem,
+    implementation,
+):  # fmt: skip
+    """See `kda_on_rank`."""
     checks.check(
         q, k, v, decay, beta, segments,
         initial_state=initial_state, start_state=start_state, final_state=final_state, a_log=a_log,
@@ -99,6 +154,7 @@ def kda(
         state_policy=StatePolicy(state_policy),
         max_segments=segments.max_segments if final is FinalState.ALL else None,
         rank_io_in_vmem=rank_io_in_vmem,
+        entry=use,
     )
     if a_log is not None:
         a_log = a_log.astype(jnp.float32)
@@ -109,14 +165,11 @@ def kda(
     extra = -length % CHUNK
     inputs, segments = _pad(inputs, extra), pad_tokens(segments, extra)
     axes = varying_axes((inputs, segments)) | ({axis_name} if axis_name else set())
-    inputs, segments = vary((inputs, segments), axes)
-    out, state = _core(name, problem, inputs, segments)
-    out = out[:, :, :length]
-    if state is None:
-        return out, None
+    inputs, segments, entry = vary((inputs, segments, entry), axes)
+    out, state, entry = _core(name, problem, inputs, segments, entry)
     if final is FinalState.ALL:
         state = jnp.where(segments.overflow[..., None, None, None], jnp.nan, state)
-    return out, state if axis_name is None else jax.lax.psum(state, axis_name)
+    return out[:, :, :length], state, entry
 
 
 def _gate(a_log, lower_bound) -> Gate:
@@ -143,19 +196,20 @@ def _backend(name: str) -> ModuleType:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _core(name: str, problem: Problem, inputs: Inputs, segments: Segments):
-    out, final, _ = _backend(name).forward(problem, inputs, segments)
-    return out, final
+def _core(name: str, problem: Problem, inputs: Inputs, segments: Segments, entry):
+    return _backend(name).forward(problem, inputs, segments, entry)[:3]
 
 
-def _core_forward(name, problem, inputs, segments):
-    out, final, residuals = _backend(name).forward(problem, inputs, segments)
-    return (out, final), (inputs, segments, residuals)
+def _core_forward(name, problem, inputs, segments, entry):
+    *results, residuals = _backend(name).forward(problem, inputs, segments, entry)
+    return tuple(results), (inputs, segments, residuals)
 
 
 def _core_backward(name, problem, saved, cotangents):
     inputs, segments, residuals = saved
-    return _backend(name).backward(problem, inputs, segments, residuals, *cotangents), None
+    d_out, d_final, _ = cotangents
+    d_inputs = _backend(name).backward(problem, inputs, segments, residuals, d_out, d_final)
+    return d_inputs, None, None
 
 
 _core.defvjp(_core_forward, _core_backward)

@@ -38,7 +38,7 @@ from kernels.kda.chunk_math import CHUNK, dot
 from kernels.kda.exchange_jnp import wavefront
 from kernels.kda.gate import Raw, prepare
 from kernels.kda.layout import Grid, at_step, collect, deal, put_step
-from kernels.kda.problem import FinalState, Inputs, Problem, StatePolicy
+from kernels.kda.problem import Entry, FinalState, Inputs, Problem, StatePolicy
 from kernels.kda.states import Events, Starts
 from kernels.kda.steps import (
     Here,
@@ -79,7 +79,7 @@ class Kept(NamedTuple):
 # --- forward --------------------------------------------------------------------------------------
 
 
-def forward(problem: Problem, inputs: Inputs, segments: Segments):
+def forward(problem: Problem, inputs: Inputs, segments: Segments, entry: jax.Array | None):
     """See `problem.py`. Residuals: `Kept`."""
     grid = grid_of(problem, inputs)
     call = arrange(problem, grid, inputs, segments)
@@ -102,9 +102,14 @@ def forward(problem: Problem, inputs: Inputs, segments: Segments):
 
     out = zeros_like_varying(call.v, call.v.shape, call.v.dtype)
     carry = out, _empty_kept(problem, grid, call)
-    exits, (out, kept) = wavefront(problem.axis_name, visit, _no_state(grid, call), carry)
+    given = problem.entry is Entry.GIVEN
+    states = _no_state(grid, call) if entry is None else entry.reshape(*grid[:2], *entry.shape[2:])
+    exits, (out, kept) = wavefront(None if given else problem.axis_name, visit, states, carry)
     final = _final_state(problem, inputs, segments, call, exits, kept)
-    return collect(out, inputs.v), final, kept
+    if problem.entry is Entry.KEPT:
+        first = kept.entry[:, :, 0]
+        entry = first.reshape(*inputs.q.shape[:2], *first.shape[2:])
+    return collect(out, inputs.v), final, entry, kept
 
 
 def _steps(grid: Grid, active):

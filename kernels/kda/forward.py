@@ -44,7 +44,7 @@ from kernels.kda.forward_steps import (
 )
 from kernels.kda.pair_tiles import C
 from kernels.kda.plan import Plan, Ref, Tile, out_struct
-from kernels.kda.problem import FinalState, StatePolicy
+from kernels.kda.problem import Entry, FinalState, StatePolicy
 from kernels.kda.streams import Loads, Stores, divided
 
 
@@ -64,6 +64,7 @@ class Operands(NamedTuple):
     columns: Any  # [groups, T, lanes] float32
     gate: Any  # [2, groups, group heads, K] float32: exp(a_log) and dt_bias, or None
     starts: Any  # [heads, slots, V, K] float32, or None
+    entry: Any  # [heads, V, K] float32: the states that enter this rank, or None
     pieces: Any  # [groups, 1 + 2 rows, N] int32 or None: most pieces of a row in the tile, then
     #              each row's number of pieces, then the segment that each row's piece 0 belongs to
     coords: Any  # [mesh axes] int32, or None
@@ -75,6 +76,7 @@ class Outputs(NamedTuple):
     matrices: Any  # [heads, T, 2C]: of pair p, A' = A diag(beta) at 2p and Aqk A' at 2p + 1
     vn: Any  # [heads, T, V], or None
     exit: Any  # [heads, V, K] float32: the state at the rank's end, or None
+    entry: Any  # [heads, V, K] float32: the state at the rank's begin, or None
     finals: Any  # [heads, max_segments, V, K] float32, or None
     totals: Any  # [state groups, N, heads of one, K] float32, a wave's scratch, or None
     spare: Any  # [heads, T, K], a wave's scratch where K and V differ, or None
@@ -122,6 +124,7 @@ def _output_shapes(plan: Plan, operands: Operands) -> Outputs:
         matrices=like((h, t, 2 * C)),
         vn=like((h, t, v)) if save else None,
         exit=None if wanted is FinalState.NONE else like((h, v, k), jnp.float32),
+        entry=like((h, v, k), jnp.float32) if plan.problem.entry is Entry.KEPT else None,
         finals=like((h, plan.problem.max_segments, v, k), jnp.float32)
         if wanted is FinalState.ALL
         else None,
@@ -246,7 +249,7 @@ def _fused(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any], relay) -
         Loads(loads, s["loaded"]),
         Stores(stores, s["stored"]),
         lambda g, j, slot: whole_step(plan, ops, outs, s, g, j, slot),
-        lambda g: _enter(plan, ops, s, relay, g),
+        lambda g: _enter(plan, ops, outs, s, relay, g),
         lambda g: _leave(outs, s, relay, g),
     )
 
@@ -309,7 +312,7 @@ def _state_phase(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any], re
         Loads(loads, s["loaded"]),
         Stores(_state_stores(outs, s, view), s["stored"]),
         step,
-        lambda g: _enter(plan, ops, s, relay, g),
+        lambda g: _enter(plan, ops, outs, s, relay, g),
         lambda g: _leave(outs, s, relay, g),
     )
 
@@ -374,28 +377,36 @@ def _state_stores(outs: Outputs, s: dict[str, Any], view: Views) -> list:
     return stores
 
 
-def _enter(plan: Plan, ops: Operands, s: dict[str, Any], relay: Relay | None, g) -> None:
-    """The group's entry states: the row's start on the first rank, else what the rank before
-    sends."""
+def _enter(
+    plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any], relay: Relay | None, g
+) -> None:
+    """The group's entry states: given; or the row's start on the first rank, and what the rank
+    before sends on the others."""
     state = s["state"]
+    group = pl.ds(g * state.shape[0], state.shape[0])
+    if ops.entry is not None:
+        pltpu.sync_copy(ops.entry.at[group], state)
+        return
 
     def start():
         if ops.starts is None:
             state[...] = jnp.zeros_like(state)
         else:
-            heads = pl.ds(g * state.shape[0], state.shape[0])
-            pltpu.sync_copy(ops.starts.at[heads, 0], state)
+            pltpu.sync_copy(ops.starts.at[group, 0], state)
 
     if relay is None:
         start()
-        return
-    pl.when(~relay.has_source)(start)
+    else:
+        pl.when(~relay.has_source)(start)
 
-    @pl.when(relay.has_source)
-    def _take():
-        relay.receive(g)
-        state[...] = relay.message(g)[...]
-        relay.release(g)
+        @pl.when(relay.has_source)
+        def _take():
+            relay.receive(g)
+            state[...] = relay.message(g)[...]
+            relay.release(g)
+
+    if outs.entry is not None:
+        pltpu.sync_copy(state, outs.entry.at[group])
 
 
 def _leave(outs: Outputs, s: dict[str, Any], relay: Relay | None, g) -> None:

@@ -22,7 +22,7 @@ from kernels.kda.mosaic_layout import (
     token_columns,
 )
 from kernels.kda.plan import Plan
-from kernels.kda.problem import FinalState, Inputs, Problem
+from kernels.kda.problem import Entry, FinalState, Inputs, Problem
 from kernels.kda.vma import vary, varying_axes
 from kernels.segments import Segments
 
@@ -43,7 +43,7 @@ def plan_backward(problem: Problem, inputs: Inputs) -> Plan:
     """As the forward, in other groups. Between ranks at least two, so that a neighbour waits for
     the first one's chain only, and where possible small enough to keep what the chain leaves in
     VMEM."""
-    plan = plan_forward(problem, inputs)
+    plan = plan_forward(dataclasses.replace(problem, entry=Entry.UNUSED), inputs)
     pairs = plan.heads // 2
     most = PAIRS if plan.line is None else min(PAIRS_BETWEEN_RANKS, pairs // 2)
     if plan.dtype == jnp.float32:

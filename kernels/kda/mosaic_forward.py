@@ -1,6 +1,7 @@
 """The TPU backend's forward: sizes of its kernel, operands from `Inputs`, results back. The layout
 is mosaic_layout.py."""
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
@@ -11,6 +12,7 @@ from kernels.kda.mosaic_layout import (
     LANES,
     beta_rows,
     flat_heads,
+    flat_states,
     gate_rows,
     guarded_beta,
     largest_divisor,
@@ -24,7 +26,7 @@ from kernels.kda.mosaic_layout import (
 )
 from kernels.kda.pair_tiles import C
 from kernels.kda.plan import Plan
-from kernels.kda.problem import FinalState, Inputs, Problem
+from kernels.kda.problem import Entry, FinalState, Inputs, Problem
 from kernels.kda.vma import vary, varying_axes
 from kernels.segments import Segments
 
@@ -33,17 +35,19 @@ WAVE = 4  # head pairs in lockstep where states pass between ranks: a message is
 RANK_IO_SHARE = 4  # out is placed in VMEM if it takes 1 / RANK_IO_SHARE of it or less; v7x: 16 MiB
 
 
-def forward(problem: Problem, inputs: Inputs, segments: Segments):
+def forward(problem: Problem, inputs: Inputs, segments: Segments, entry: jax.Array | None):
     """See problem.py. Residuals: what of `forward.Outputs` the backward reads."""
     plan = plan_forward(problem, inputs)
-    operands = forward_operands(plan, inputs, segments)
+    operands = forward_operands(plan, inputs, segments, entry)
     outputs = forward_kernel.run(plan, operands)
     rows, heads, length, _ = inputs.q.shape
     values = inputs.v.shape[-1]
     out = outputs.out[: rows * heads].reshape(rows, heads, length, -1)[..., :values]
     final = _final(plan, inputs, segments, operands, outputs)
     residuals = (outputs.states, outputs.matrices, outputs.vn)
-    return out, final, residuals
+    if outputs.entry is not None:
+        entry = rows_states(plan, outputs.entry[:, None], inputs)[:, 0]
+    return out, final, entry, residuals
 
 
 def plan_forward(problem: Problem, inputs: Inputs) -> Plan:
@@ -52,14 +56,15 @@ def plan_forward(problem: Problem, inputs: Inputs) -> Plan:
     slots = 0 if inputs.initial_state is None else inputs.initial_state.shape[1]
     pieces = slots > 1 or inputs.start_state is not None
     pieces |= problem.final_state is FinalState.ALL
-    line = None if problem.axis_name is None else line_of(problem.axis_name)
+    alone = problem.axis_name is None or problem.entry is Entry.GIVEN
+    line = None if alone else line_of(problem.axis_name)
     most = WAVE if pieces and line is not None else UNITS
     group = largest_divisor(total // 2, most)
     chunks = largest_divisor(length // C, max(most // group, 1))
     waves = line is not None and not pieces
     vmem, values = vmem_bytes(), round_up(inputs.v.shape[-1], LANES)
     out_bytes = total * length * values * inputs.q.dtype.itemsize
-    in_vmem = _rank_io_in_vmem(problem, out_bytes)
+    in_vmem = line is not None and _rank_io_in_vmem(problem, out_bytes)
     return Plan(
         problem=problem,
         heads=total,
@@ -88,13 +93,15 @@ def _rank_io_in_vmem(problem: Problem, out_bytes: int) -> bool:
     TensorCores (v4, v5p): the kernel writes one core's VMEM, and XLA's next operation would read
     stale data from the other's. The interpreter has no VMEM outside kernels.
     """
-    if problem.axis_name is None or not problem.rank_io_in_vmem or not pltpu.is_tpu_device():
+    if not problem.rank_io_in_vmem or not pltpu.is_tpu_device():
         return False
     one_core = pltpu.get_tpu_info().num_cores == 1
     return one_core and out_bytes * RANK_IO_SHARE <= vmem_bytes()
 
 
-def forward_operands(plan: Plan, inputs: Inputs, segments: Segments) -> Operands:
+def forward_operands(
+    plan: Plan, inputs: Inputs, segments: Segments, entry: jax.Array | None
+) -> Operands:
     beta = guarded_beta(inputs, segments)
     operands = Operands(
         q=flat_heads(inputs.q, plan.keys),
@@ -105,6 +112,7 @@ def forward_operands(plan: Plan, inputs: Inputs, segments: Segments) -> Operands
         columns=token_columns(plan, beta, segments),
         gate=gate_rows(plan, inputs),
         starts=start_states(plan, inputs),
+        entry=None if entry is None else flat_states(plan, entry[:, None])[:, 0],
         pieces=tile_pieces(plan, segments) if plan.pieces else None,
         coords=None,
     )

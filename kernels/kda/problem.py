@@ -3,7 +3,7 @@
 Backends share one internal signature (axes: B row, T token, H head, K key channel, V value
 channel):
 
-    forward(problem, inputs, segments) -> (out [B, H, T, V], final, residuals)
+    forward(problem, inputs, segments, entry) -> (out [B, H, T, V], final, entry, residuals)
     backward(problem, inputs, segments, residuals, d_out, d_final) -> Inputs of gradients
 
 `final` is None, [B, H, K, V] (LAST) or [B, max_segments, H, K, V] (ALL), float32, and a per-rank
@@ -11,6 +11,11 @@ partial: the sum over the ranks of `problem.axis_name` is the value. `d_final` a
 every rank. Gradients of inputs that ranks share (initial_state, start_state, a_log, dt_bias) are
 per-rank partials likewise, and are None where the input is None. T is a multiple of 64 (the
 interface pads with padding tokens).
+
+`entry` [B, H, K, V] float32 is the state that enters this rank's tokens. With Entry.KEPT the
+forward returns it; with Entry.GIVEN the forward starts from it, receives and sends nothing, and
+leaves the residuals of the pass that returned it (`final` is then meaningless). Otherwise it is
+None.
 """
 
 from dataclasses import dataclass
@@ -44,6 +49,14 @@ class StatePolicy(Enum):
     REMAT = "remat"
 
 
+class Entry(Enum):
+    """What the forward does with the state that enters a rank."""
+
+    UNUSED = "unused"
+    KEPT = "kept"
+    GIVEN = "given"
+
+
 @dataclass(frozen=True)
 class Problem:
     """Static description of a call; hashable, so it can be a nondifferentiable argument.
@@ -62,6 +75,7 @@ class Problem:
     state_policy: StatePolicy
     max_segments: int | None
     rank_io_in_vmem: bool = True
+    entry: Entry = Entry.UNUSED
 
 
 class Inputs(NamedTuple):

@@ -10,14 +10,17 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kernels.kda.problem import FinalState, Inputs, Problem
+from kernels.kda.problem import Entry, FinalState, Inputs, Problem
 from kernels.kda.reference import recurrence
 from kernels.segments import Segments
 
 
-def forward(problem: Problem, inputs: Inputs, segments: Segments):
-    """See `problem.py`. The residuals are the inputs themselves."""
-    return *_run(problem, segments.index, inputs), ()
+def forward(problem: Problem, inputs: Inputs, segments: Segments, entry: jax.Array | None):
+    """See `problem.py`. No residuals, and no entry state: a rank always runs the whole row."""
+    out, final = _run(problem, segments.index, inputs)
+    if problem.entry is Entry.KEPT:
+        entry = jnp.zeros_like(inputs.q[:, :, 0, :, None] * inputs.v[:, :, 0, None], jnp.float32)
+    return out, final, entry, ()
 
 
 def backward(problem: Problem, inputs: Inputs, segments: Segments, residuals, d_out, d_final):

@@ -79,8 +79,14 @@ def mesh_needs(cfg: ModelConfig) -> list[MeshNeed]:
 
 
 def forward(
-    params: Arrays, cfg: ModelConfig, x: jax.Array, plan: RowPlan, carry: Arrays, mesh: Mesh
-) -> tuple[jax.Array, Arrays, Metrics]:
+    params: Arrays,
+    cfg: ModelConfig,
+    x: jax.Array,
+    plan: RowPlan,
+    carry: Arrays,
+    entry: Arrays | None,
+    mesh: Mesh,
+) -> tuple[jax.Array, Arrays, Arrays, Metrics]:
     """Mixes x [B, T, D] along the tokens of each segment of this row -> [B, T, D].
 
     Attention keeps to the row: where a document continues from the last row, its tokens there are
@@ -104,4 +110,9 @@ def forward(
         check_vma=False,
     )
     with jax.named_scope("attention"):
-        return matmul(island(streams, plan.segments), params["output"]), carry, {}
+        return matmul(island(streams, plan.segments), params["output"]), {}, {}, {}
+
+
+def new_carry(cfg: ModelConfig, plan: RowPlan, carry: Arrays, ends: Arrays) -> Arrays:
+    """None."""
+    return carry

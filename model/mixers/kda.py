@@ -4,22 +4,24 @@ x -> q, k, v projections -> causal depthwise convolution and SiLU -> KDA with l2
 a low-rank decay gate and a sigmoid beta -> RMS norm of each head, gated by a low-rank sigmoid ->
 output projection. No biases.
 
-jit shards the projections; convolution and KDA run in one `jax.shard_map` island, rows over
-("data", "fsdp"), tokens over "context", heads over "tensor". Parameters start as
+jit shards the projections; convolution, KDA and the gated norm run in one `jax.shard_map` island,
+rows over ("data", "fsdp"), tokens over "context", heads over "tensor". Parameters start as
 flash-linear-attention's do.
 
 Axes: B row, T token, D residual width, H head, K key channel, V value channel, W convolution taps.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from kernels.kda import kda
+from kernels.kda import kda_on_rank
 from kernels.kda.chunk_math import CHUNK
-from kernels.short_conv import short_conv, split_heads
+from kernels.short_conv import short_conv_on_rank, split_heads
 from model.axes import (
     CONTEXT,
     FSDP,
@@ -47,8 +49,6 @@ STREAMS = ("q", "k", "v")
 _CHANNEL_SPEC = PartitionSpec(ROWS, CONTEXT, TENSOR)  # [B, T, channels of all heads]
 _STATE_SPEC = PartitionSpec(ROWS, TENSOR)  # [B, H, K, V]
 _TAIL_SPEC = PartitionSpec(ROWS, None, TENSOR)  # [B, W - 1, channels of all heads]
-_HEAD_SPEC = PartitionSpec(TENSOR)  # [H, ...]
-_TAP_SPEC = PartitionSpec(None, TENSOR)  # [W, channels of all heads]
 
 
 def param_specs(cfg: ModelConfig) -> Specs:
@@ -83,32 +83,41 @@ def param_specs(cfg: ModelConfig) -> Specs:
 
 
 def forward(
-    params: Arrays, cfg: ModelConfig, x: jax.Array, plan: RowPlan, carry: Arrays, mesh: Mesh
-) -> tuple[jax.Array, Arrays, Metrics]:
-    """Mixes x [B, T, D] along the tokens of each segment.
+    params: Arrays,
+    cfg: ModelConfig,
+    x: jax.Array,
+    plan: RowPlan,
+    carry: Arrays,
+    entry: Arrays | None,
+    mesh: Mesh,
+) -> tuple[jax.Array, Arrays, Arrays, Metrics]:
+    """Mixes x [B, T, D] along the tokens of each segment. See `protocol.Mixer`.
 
     Args:
-        params: this layer's parameters, matrices in the compute dtype and the rest float32.
-        carry: {"state": [B, H, K, V] float32, "conv": {"q", "k", "v"} [B, W - 1, channels]} at the
-            end of each row's last segment so far. Ignored unless cfg.carry.
+        carry: {"state": [P, B, H, K, V] float32, "conv": {"q", "k", "v"} [P, B, W - 1, channels]}
+            at the end of each row's last segment so far; {} without cfg.carry.
 
     Returns:
-        [B, T, D] in x's dtype, the carry after these tokens, and no metrics.
+        y, ends of the same structure as the carry, entry {"state": [P, B, H, K, V] float32, "halo":
+        [P, B, W - 1, channels of q, k and v]}, and no metrics.
     """
     streams = {name: matmul(x, params[name]) for name in STREAMS}
     decay = matmul(matmul(x, params["decay_a"]), params["decay_b"])
     beta = jax.nn.sigmoid(matmul(x, params["beta"], out_dtype=jnp.float32))
-    begin = _begin(params, cfg, plan, carry) if cfg.carry else {}
-    mixed, end = _island(cfg, mesh)(
-        _island_params(params, cfg), streams, decay, beta, plan.segments, begin
-    )
     gate = matmul(matmul(x, params["output_gate_a"]), params["output_gate_b"])
-    heads = (*x.shape[:2], cfg.kda_heads, cfg.value_dim)
-    normed = gated_rms_norm(
-        mixed.reshape(heads), gate.reshape(heads), params["output_norm"], cfg.norm_eps
-    )
-    y = matmul(normed.reshape(mixed.shape), params["output"])
-    return y, _end(plan, carry, end) if cfg.carry else carry, {}
+    small = {name: param for name, param in params.items() if name in _small_specs(cfg)}
+    island = _island(cfg, mesh, entry is not None)
+    mixed, ends, entry = island(small, streams, decay, beta, gate, plan, carry, entry)
+    return matmul(mixed, params["output"]), ends, entry, {}
+
+
+def new_carry(cfg: ModelConfig, plan: RowPlan, carry: Arrays, ends: Arrays) -> Arrays:
+    """The ends; a row of only padding keeps its carry."""
+
+    def merge(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where(plan.has_tokens.reshape(-1, *[1] * (old.ndim - 2)), new, old)
+
+    return jax.tree.map(merge, carry, ends)
 
 
 def init_carry(cfg: ModelConfig, rows: int) -> Arrays:
@@ -162,6 +171,54 @@ def mesh_needs(cfg: ModelConfig) -> list[MeshNeed]:
     ]
 
 
+def _small_specs(cfg: ModelConfig) -> dict[str, PartitionSpec]:
+    """How the copies of small parameters are divided, by name."""
+    tokens = PartitionSpec(TOKENS)
+    specs = dict.fromkeys((f"{name}_conv" for name in STREAMS), PartitionSpec(TOKENS, None, TENSOR))
+    specs |= dict.fromkeys(("a_log", "dt_bias"), PartitionSpec(TOKENS, TENSOR))
+    specs["output_norm"] = tokens
+    if cfg.learned_initial_state:
+        specs["start_state"] = PartitionSpec(TOKENS, TENSOR)
+    return specs
+
+
+def _island(cfg: ModelConfig, mesh: Mesh, repeated: bool) -> Callable[..., tuple]:
+    """Convolution, KDA and the gated norm on each rank's rows, tokens and heads.
+
+    What every rank has its own copy or share of is [1, ...] inside, [P, ...] outside.
+    """
+    of_rank = functools.partial(jax.tree.map, lambda spec: PartitionSpec(CONTEXT, *spec))
+    carries = of_rank(carry_specs(cfg))
+    entries = of_rank({"state": _STATE_SPEC, "halo": _TAIL_SPEC})
+    rows = PartitionSpec(ROWS)
+    plans = RowPlan(TOKEN_SPEC, rows, rows)
+    axis_name = CONTEXT if mesh.shape[CONTEXT] > 1 else None
+
+    def mix(params, streams, decay, beta, gate, plan, carry, entry):
+        params, carry, entry = jax.tree.map(lambda x: x[0], (params, carry, entry))
+        begin = _begin(params, cfg, plan, carry) if cfg.carry else {}
+        mixed, *exchanged = _mix_local(
+            cfg, axis_name, params, streams, decay, beta, plan.segments, begin, entry
+        )
+        heads = (*beta.shape, cfg.value_dim)
+        normed = gated_rms_norm(
+            mixed.reshape(heads), gate.reshape(heads), params["output_norm"], cfg.norm_eps
+        )
+        ends, entry = jax.tree.map(lambda x: vary(x, (CONTEXT,))[None], exchanged)
+        return normed.reshape(mixed.shape), ends, entry
+
+    channels = _CHANNEL_SPEC
+    return jax.shard_map(
+        mix,
+        mesh=mesh,
+        in_specs=(
+            _small_specs(cfg), channels, channels, channels, channels, plans, carries,
+            entries if repeated else None,
+        ),
+        out_specs=(channels, carries, entries),
+    )  # fmt: skip
+
+
 def _begin(params: Arrays, cfg: ModelConfig, plan: RowPlan, carry: Arrays) -> Arrays:
     """What each row's first segment starts from: the carry where it continues, else afresh."""
     fresh = params["start_state"] if cfg.learned_initial_state else 0.0
@@ -173,62 +230,30 @@ def _begin(params: Arrays, cfg: ModelConfig, plan: RowPlan, carry: Arrays) -> Ar
     return {"state": state, "conv": tails}
 
 
-def _end(plan: RowPlan, carry: Arrays, end: Arrays) -> Arrays:
-    """The carry after a batch: a row of only padding hands on what it was given."""
+def _mix_local(cfg, axis_name, params, streams, decay, beta, segments, begin, entry):
+    """One rank's part: streams [b, t, h * K or V], decay [b, t, h * K], beta [b, t, h].
 
-    def merge(old, new):
-        rows = plan.has_tokens.reshape(-1, *[1] * (old.ndim - 1))
-        return jnp.where(rows, new, old)
-
-    return jax.tree.map(merge, carry, end)
-
-
-def _island_params(params: Arrays, cfg: ModelConfig) -> Arrays:
-    names = ["q_conv", "k_conv", "v_conv", "a_log", "dt_bias"]
-    return {name: params[name] for name in names + ["start_state"] * cfg.learned_initial_state}
-
-
-def _island(cfg: ModelConfig, mesh: Mesh):
-    """Convolution and KDA on each rank's rows, tokens and heads, as one `jax.shard_map`."""
-    specs = dict.fromkeys(("q_conv", "k_conv", "v_conv"), _TAP_SPEC)
-    specs |= dict.fromkeys(("a_log", "dt_bias"), _HEAD_SPEC)
-    if cfg.learned_initial_state:
-        specs["start_state"] = _HEAD_SPEC
-    ends = carry_specs(cfg)
-    axis_name = CONTEXT if mesh.shape[CONTEXT] > 1 else None
-
-    def mix(params, streams, decay, beta, segments, begin):
-        return _mix_local(cfg, axis_name, params, streams, decay, beta, segments, begin)
-
-    return jax.shard_map(
-        mix,
-        mesh=mesh,
-        in_specs=(specs, _CHANNEL_SPEC, _CHANNEL_SPEC, _CHANNEL_SPEC, TOKEN_SPEC, ends),
-        out_specs=(_CHANNEL_SPEC, ends),
-    )
-
-
-def _mix_local(cfg, axis_name, params, streams, decay, beta, segments, begin):
-    """One rank's part: streams [b, t, h * K or V], decay [b, t, h * K], beta [b, t, h]."""
-    # Shared over rows and context: vary here, so that their gradients are summed once, here.
-    params = jax.tree.map(lambda p: vary(p, TOKENS), params)
+    Returns (out [b, t, h * V], the rank's share of the ends, entry).
+    """
     implementation = None if cfg.kda_implementation == "auto" else cfg.kda_implementation
-    streams, tails = short_conv(
+    streams, tails, halo = short_conv_on_rank(
         streams,
         {name: params[name + "_conv"] for name in STREAMS},
         segments,
         heads=beta.shape[-1],
         tail=begin["conv"] if cfg.carry else None,
+        halo=None if entry is None else entry["halo"],
         axis_name=axis_name,
         implementation=implementation,
     )
-    out, state = kda(
+    out, state, entered = kda_on_rank(
         streams["q"],
         streams["k"],
         streams["v"],
         split_heads(decay, beta.shape[-1]),
         jnp.moveaxis(beta, 2, 1),
         segments,
+        entry=None if entry is None else entry["state"],
         initial_state=begin["state"][:, None] if cfg.carry else None,
         start_state=params.get("start_state"),
         final_state="last" if cfg.carry else "none",
@@ -240,11 +265,9 @@ def _mix_local(cfg, axis_name, params, streams, decay, beta, segments, begin):
         state_policy=cfg.kda_state_policy,
         implementation=implementation,
     )
-    end = {"state": state, "conv": tails} if cfg.carry else {}
-    if axis_name is None:
-        # One rank: the sum changes nothing, and says that the ends are the same on all ranks.
-        end = jax.tree.map(lambda x: jax.lax.psum(x, CONTEXT), end)
-    return jnp.moveaxis(out, 1, 2).reshape(*beta.shape[:2], -1), end
+    ends = {"state": state, "conv": tails} if cfg.carry else {}
+    mixed = jnp.moveaxis(out, 1, 2).reshape(*beta.shape[:2], -1)
+    return mixed, ends, {"state": entered, "halo": halo}
 
 
 def _taps(width: int, channels: int) -> ParamSpec:

@@ -49,12 +49,26 @@ class Mixer(Protocol):
         x: jax.Array,
         plan: RowPlan,
         carry: Arrays,
+        entry: Arrays | None,
         mesh: Mesh,
-    ) -> tuple[jax.Array, Arrays, Metrics]:
-        """Mixes x [B, T, D] -> (y [B, T, D] in x's dtype, the new carry, metrics).
+    ) -> tuple[jax.Array, Arrays, Arrays, Metrics]:
+        """Mixes x [B, T, D] -> (y [B, T, D] in x's dtype, ends, entry, metrics).
 
-        params: matrices in the compute dtype, gathered over fsdp; the others float32.
+        Args:
+            params: matrices in the compute dtype, gathered over fsdp and context; the others
+                float32, as one copy a token rank [ranks, ...], divided over ("data", "fsdp",
+                "context").
+            carry: one copy a context rank, [P, ...].
+            entry: None, or what this function returned for the same arguments: what messages
+                brought to each context rank [P, ...]. None are then sent; see layer_loop.py.
+
+        Returns:
+            ends: what `new_carry` needs, as one share a context rank [P, ...], whose sum counts.
         """
+
+    def new_carry(self, cfg: ModelConfig, plan: RowPlan, carry: Arrays, ends: Arrays) -> Arrays:
+        """The carry after a batch from that before it and `ends`, summed over ranks; both are
+        stacked over repeats, [R, ...]."""
 
     def flops_per_token(self, cfg: ModelConfig) -> float:
         """Forward FLOPs of one layer a token, but for what grows with the number of keys seen."""
