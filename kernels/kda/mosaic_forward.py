@@ -56,8 +56,8 @@ def plan_forward(problem: Problem, inputs: Inputs) -> Plan:
     slots = 0 if inputs.initial_state is None else inputs.initial_state.shape[1]
     pieces = slots > 1 or inputs.start_state is not None
     pieces |= problem.final_state is FinalState.ALL
-    alone = problem.axis_name is None or problem.entry is Entry.GIVEN
-    line = None if alone else line_of(problem.axis_name)
+    axis_name = None if problem.entry is Entry.GIVEN else problem.axis_name
+    line = None if axis_name is None else line_of(axis_name)
     most = WAVE if pieces and line is not None else UNITS
     group = largest_divisor(total // 2, most)
     chunks = largest_divisor(length // C, max(most // group, 1))

@@ -14,6 +14,7 @@ Axes: B row, T token, D residual width, H head, K key channel, V value channel, 
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -190,8 +191,7 @@ def _island(cfg: ModelConfig, mesh: Mesh, repeated: bool) -> Callable[..., tuple
     of_rank = functools.partial(jax.tree.map, lambda spec: PartitionSpec(CONTEXT, *spec))
     carries = of_rank(carry_specs(cfg))
     entries = of_rank({"state": _STATE_SPEC, "halo": _TAIL_SPEC})
-    rows = PartitionSpec(ROWS)
-    plans = RowPlan(TOKEN_SPEC, rows, rows)
+    plans: Any = RowPlan(TOKEN_SPEC, PartitionSpec(ROWS), PartitionSpec(ROWS))  # type: ignore[arg-type]
     axis_name = CONTEXT if mesh.shape[CONTEXT] > 1 else None
 
     def mix(params, streams, decay, beta, gate, plan, carry, entry):
