@@ -130,7 +130,7 @@ def build(config: Any, workdir: str) -> Parts:
 
     from data.loader import make_loader
     from data.options import DataConfig
-    from model.config import check_mesh
+    from model.checks import check_mesh
     from training.goodput import Goodput
     from training.optimizer import OptimizerConfig, make_optimizer, make_schedule
     from training.state import state_shapes
@@ -148,7 +148,7 @@ def build(config: Any, workdir: str) -> Parts:
     check_mesh(model, mesh.shape)
     options = dict(config.optimizer)
     options["schedule_steps"] = options["schedule_steps"] or config.train.steps
-    optimizer = make_optimizer(OptimizerConfig(**options), model)
+    optimizer = make_optimizer(OptimizerConfig(**options), model, mesh)
     shapes = state_shapes(model, mesh, optimizer, data.global_batch_size, config.train.spike_window)
     schedule = make_schedule(OptimizerConfig(**options))
     return Parts(
@@ -160,7 +160,7 @@ def describe(parts: Parts) -> str:
     """What is trained on what, in one line."""
     import jax
 
-    from model.sharding import param_count
+    from model.params import param_count
 
     data, mesh = parts.config.data, parts.mesh.shape
     return (
@@ -176,17 +176,19 @@ def model_config(config: Any, vocab_size: int) -> Any:
     import jax
 
     from model.config import ModelConfig
+    from options import wrong
 
     options = dict(config.model)
-    options["pattern"] = tuple(options["pattern"].replace(",", " ").split())
+    given = options.pop("vocab_size")
+    if given and given < vocab_size:
+        needs = f"0 or at least the tokenizer's {vocab_size} ids"
+        raise wrong("config.model.vocab_size", given, needs, 0)
     if options["kda_implementation"] == "mosaic_tpu" and jax.default_backend() != "tpu":
         raise UserError(
             "config.model.kda_implementation='mosaic_tpu': needs a TPU; there is "
             f"{jax.devices()[0].device_kind}; try auto"
         )
-    if options["kda_implementation"] == "auto":
-        options["kda_implementation"] = None
-    return ModelConfig(vocab_size=vocab_size, **options)
+    return ModelConfig(vocab_size=given or vocab_size, **options)
 
 
 def open_checkpoints(parts: Parts, say: Any) -> Any:

@@ -131,7 +131,7 @@ class Generator:
     def _forward(self, params, done: Decoded, tokens, segment_ids, continues):
         """tokens, segment_ids: [B, T], padding (0) at the end only. A row of padding stays as it
         is."""
-        hidden, carry = forward(
+        hidden, carry, _ = forward(
             params, self._cfg, tokens, segment_ids, continues, done.carry, self._mesh
         )
         count = jnp.sum(segment_ids != 0, axis=1)
