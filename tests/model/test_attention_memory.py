@@ -11,7 +11,7 @@ import pytest
 from model.config import ModelConfig
 from model.decoder import carry_shardings, forward, init_carry
 from model.loss import loss_sums
-from model.sharding import param_shardings
+from model.params import param_shardings
 from tests.compiling import fast_jit
 from tests.model_cases import MIXED, make_batch, make_mesh, make_params, random_carry, row
 from tests.model_cases import worst_error as worst
@@ -55,7 +55,7 @@ def results(cfg: ModelConfig, rows: int, flag: bool = True, **mesh_sizes: int):
     def loss(params, carry):
         def window(carry, part):
             arrays = (part["tokens"], part["segment_ids"], part["continues"])
-            hidden, carry = forward(params, cfg, *arrays, carry, mesh)
+            hidden, carry, _ = forward(params, cfg, *arrays, carry, mesh)
             sums = loss_sums(params, cfg, hidden, part["targets"], part["loss_weights"], mesh)
             return carry, (sums.nll, hidden)
 
@@ -115,7 +115,10 @@ def test_a_row_of_padding_hands_keys_and_values_on(context):
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"attention_memory": -1}, "it must be >= 0"), ({"carry": False}, "needs config.model.carry")],
+    [
+        ({"attention_memory": -1}, "needs a number >= 0"),
+        ({"carry": False}, "config.model.carry is"),
+    ],
 )
 def test_options_that_do_not_fit(change, says):
     with pytest.raises(ValueError, match=says):
