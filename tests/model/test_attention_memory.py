@@ -10,7 +10,8 @@ import pytest
 
 from model.config import ModelConfig
 from model.decoder import carry_shardings, forward, init_carry
-from model.loss import loss_sums
+from model.generate import Generator
+from model.loss import logits, loss_sums
 from model.params import param_shardings
 from tests.compiling import fast_jit
 from tests.model_cases import MIXED, make_batch, make_mesh, make_params, random_carry, row
@@ -19,7 +20,8 @@ from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
 
 WINDOW, WINDOWS = 32, 4
 T = WINDOW * WINDOWS
-COVERS = dataclasses.replace(MIXED, attention_memory=T, num_repeats=2)
+COVERS = dataclasses.replace(MIXED, pattern="attention", attention_memory=T, num_repeats=2)
+HYBRID = dataclasses.replace(COVERS, pattern="kda,attention")
 # A document over all windows after a short one; one that ends in a row's middle, then padding, and
 # one that starts after it.
 IDS = np.stack(
@@ -76,10 +78,16 @@ def check_equal(found, expected):
 
 
 @pytest.mark.parametrize(
-    "mesh", [{}, {"context": 2}, {"context": 4}, {"context": 2, "tensor": 2}], ids=str
+    ("cfg", "mesh"),
+    [
+        (COVERS, {}),
+        (COVERS, {"context": 2, "tensor": 2}),
+        (COVERS, {"context": 4}),
+        pytest.param(HYBRID, {"context": 4}, marks=pytest.mark.slow),
+    ],
 )
-def test_rows_with_memory_equal_one_long_row(mesh):
-    check_equal(results(COVERS, WINDOWS, **mesh), results(COVERS, 1))
+def test_rows_with_memory_equal_one_long_row(cfg, mesh):
+    check_equal(results(cfg, WINDOWS, **mesh), results(cfg, 1))
 
 
 def test_memory_flags_and_length_matter():
@@ -96,6 +104,20 @@ def test_memory_flags_and_length_matter():
 def test_a_short_memory_is_the_same_on_every_mesh():
     short = dataclasses.replace(COVERS, attention_memory=12)
     check_equal(results(short, WINDOWS, context=4), results(short, WINDOWS))
+
+
+def test_tokens_generated_one_by_one_have_the_logits_of_the_whole_row():
+    """The model was trained without memory; the generator gives it one."""
+    cfg, mesh = dataclasses.replace(COVERS, attention_memory=0), make_mesh()
+    params, tokens = make_params(cfg), np.arange(40, dtype=np.int32)
+    ids, start = jnp.ones((1, 40), jnp.int32), jnp.zeros(1, bool)
+    hidden = forward(params, cfg, tokens[None], ids, start, init_carry(cfg, 1), mesh)[0]
+    expected = logits(params, cfg, hidden, mesh)[0]
+    generator = Generator(params, cfg, mesh, piece=16, attention_memory=64)
+    done = generator.prefill([tokens[:37]])
+    for number in range(37, 40):
+        assert worst(done.logits[0], expected[number - 1])[0] < MODEL_FLOAT32
+        done = generator.append(done, jnp.asarray(tokens[number : number + 1]))
 
 
 @pytest.mark.parametrize("context", [1, 4])
