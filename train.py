@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import math
 import os
+import socket
 import sys
 import time
 import traceback
@@ -193,11 +194,19 @@ def model_config(config: Any, vocab_size: int) -> Any:
 
 def open_checkpoints(parts: Parts, say: Any) -> Any:
     """The manager of this run's checkpoints."""
-    from checkpoints.manager import Manager, Retention
+    from checkpoints.manager import Manager
+    from checkpoints.retention import Retention
 
     options = parts.config.checkpoint
     retention = Retention(options.keep_last, options.keep_every, options.keep_best)
-    return Manager(checkpoint_folder(options.directory, parts.workdir), retention, say)
+    owner = f"{socket.gethostname()}:{os.path.abspath(parts.workdir)}"
+    return Manager(
+        checkpoint_folder(options.directory, parts.workdir),
+        retention,
+        say,
+        verify=options.verify,
+        owner=owner,
+    )
 
 
 def checkpoint_folder(directory: str, workdir: str) -> str:
