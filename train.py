@@ -21,6 +21,7 @@ from configs import base
 from configs import flags as command_line
 from errors import TrainerError, UserError
 from training import devices, process
+from training.estimate import command
 from training.signals import Signals
 
 # What writing to an open file fails with, which does not know its name.
@@ -38,6 +39,8 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         return fail(error, error.exit_code)
     try:
+        if flags.plan:
+            return command.run(config, flags.plan, flags.plan_json)
         start_jax(config, flags)
         return train(config, flags, signals)
     except SystemExit:
