@@ -148,7 +148,7 @@ def build(config: Any, workdir: str) -> Parts:
     check_mesh(model, mesh.shape)
     options = dict(config.optimizer)
     options["schedule_steps"] = options["schedule_steps"] or config.train.steps
-    optimizer = make_optimizer(OptimizerConfig(**options), model)
+    optimizer = make_optimizer(OptimizerConfig(**options), model, mesh)
     shapes = state_shapes(model, mesh, optimizer, data.global_batch_size, config.train.spike_window)
     schedule = make_schedule(OptimizerConfig(**options))
     return Parts(

@@ -64,9 +64,6 @@ def make_train_step(
         total = jnp.maximum(jnp.sum(batch.loss_weights), 1.0)
         grads, (nll, z), reported, carry = _gradients(options, cfg, mesh, state, batch, total)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        # Gathered before they are added, which happens in place: what XLA gathers into a result it
-        # copies there, and all gathered parameters would exist twice at the step's end.
-        updates = jax.lax.with_sharding_constraint(updates, where.params)
         done = state._replace(
             params=optax.apply_updates(state.params, updates), opt_state=opt_state, carry=carry
         )
