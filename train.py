@@ -22,6 +22,7 @@ from configs import base
 from configs import flags as command_line
 from errors import TrainerError, UserError
 from training import devices, process
+from training.estimate import command
 from training.signals import Signals
 
 # What writing to an open file fails with, which does not know its name.
@@ -39,6 +40,8 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         return fail(error, error.exit_code)
     try:
+        if flags.plan:
+            return command.run(config, flags.plan, flags.plan_json)
         start_jax(config, flags)
         return train(config, flags, signals)
     except SystemExit:
@@ -149,7 +152,7 @@ def build(config: Any, workdir: str) -> Parts:
     check_mesh(model, mesh.shape)
     options = dict(config.optimizer)
     options["schedule_steps"] = options["schedule_steps"] or config.train.steps
-    optimizer = make_optimizer(OptimizerConfig(**options), model)
+    optimizer = make_optimizer(OptimizerConfig(**options), model, mesh)
     shapes = state_shapes(model, mesh, optimizer, data.global_batch_size, config.train.spike_window)
     schedule = make_schedule(OptimizerConfig(**options))
     return Parts(
