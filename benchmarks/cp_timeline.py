@@ -37,7 +37,6 @@ from training.estimate.timeline import (
     Relay,
     Repeat,
     events_of,
-    message_seconds,
     simulate,
 )
 from training.estimate.topology import Topology
@@ -111,10 +110,9 @@ def relays_of(events: tuple[Event, ...]) -> list[Relay]:
     return found
 
 
-def row(events: tuple[Event, ...], topology: Topology) -> str:
+def row(events: tuple[Event, ...]) -> str:
     """Efficiencies for all numbers of ranks."""
-    wire = message_seconds(topology.generation)
-    return "".join(f"{simulate(events, ranks, wire).efficiency:8.2f}" for ranks in RANKS)
+    return "".join(f"{simulate(events, ranks).efficiency:8.2f}" for ranks in RANKS)
 
 
 def synchronisations(program: Program) -> list[str]:
@@ -131,11 +129,10 @@ def synchronisations(program: Program) -> list[str]:
 
 
 def show(case: Case, layers: int) -> None:
-    topology = Topology.parse(case.topology)
     program = compiled(case, layers)
     name = f"{case.heads} heads, {case.tokens} tokens, {case.pattern}"
-    print(f"{name:44s} step    {row(program.events, topology)}")
-    print(f"{'':44s} one call{row(one_call(program.events), topology)}")
+    print(f"{name:44s} step    {row(program.events)}")
+    print(f"{'':44s} one call{row(one_call(program.events))}")
     for line in synchronisations(program):
         print(f"    in a layer: {line}")
     for relay in one_call(program.events):
