@@ -207,6 +207,9 @@ def _checkpoint() -> ConfigDict:
     checkpoint.keep_best = 1
     # A checkpoint whose bytes have changed since it was written: "stop", or "skip" it.
     checkpoint.damaged = "stop"
+    # How a save is read back before it counts and older ones are removed. "manifest": its record
+    # and every array's metadata, a few requests an array. "digests": every byte as well.
+    checkpoint.verify = "manifest"
     return checkpoint
 
 
@@ -285,6 +288,7 @@ _CHOICES = {
     "optimizer.name": ("adamw", "muon"),
     "optimizer.schedule": ("cosine", "wsd"),
     "checkpoint.damaged": ("stop", "skip"),
+    "checkpoint.verify": ("manifest", "digests"),
     "model.kda_implementation": ("auto", "mosaic_tpu", "chunked", "recurrent"),
 }
 
