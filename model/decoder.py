@@ -137,20 +137,25 @@ def _run_blocks(
         for mixer, ffn, spec in zip(mixers, feed_forwards_of(cfg), specs, strict=True)
     ]
     run = run_layers_recomputed if cfg.remat == "full" else run_layers
-    begins = tuple(
-        jax.tree.map(
-            lambda x, spec: copies(x, (CONTEXT,), spec, mesh), begin, mixer.carry_specs(cfg)
-        )
-        for mixer, begin in zip(mixers, carry, strict=True)
+    kept = tuple(mixer.carry_specs(cfg) for mixer in mixers)
+    begins = jax.tree.map(
+        lambda x, spec: x if _is_divided(spec) else copies(x, (CONTEXT,), spec, mesh), carry, kept
     )
     params = tuple(spread_params(*pair, mesh) for pair in zip(params, specs, strict=True))
     hidden, (ends, metrics) = run(layers, params, hidden, begins, plan, cfg.scan_layers)
-    ends = jax.tree.map(lambda shares: jnp.sum(shares, axis=1, dtype=shares.dtype), ends)
+    ends = jax.tree.map(
+        lambda x, spec: x if _is_divided(spec) else jnp.sum(x, axis=1, dtype=x.dtype), ends, kept
+    )
     new = (
         mixer.new_carry(cfg, plan, begin, end)
         for mixer, begin, end in zip(mixers, carry, ends, strict=True)
     )
     return hidden, (tuple(new), metrics)
+
+
+def _is_divided(spec: PartitionSpec) -> bool:
+    """Whether the context axis divides an array of the carry."""
+    return any(CONTEXT in (axes if isinstance(axes, tuple) else (axes,)) for axes in spec)
 
 
 def _layer(cfg: ModelConfig, mixer: Mixer, ffn: FeedForward, specs: Specs, mesh: Mesh) -> Layer:

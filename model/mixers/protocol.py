@@ -58,12 +58,13 @@ class Mixer(Protocol):
             params: matrices in the compute dtype, gathered over fsdp and context; the others
                 float32, as one copy a token rank [ranks, ...], divided over ("data", "fsdp",
                 "context").
-            carry: one copy a context rank, [P, ...].
+            carry: arrays that the context axis does not divide as one copy a rank, [P, ...].
             entry: None, or what this function returned for the same arguments: what messages
                 brought to each context rank [P, ...]. None are then sent; see layer_loop.py.
 
         Returns:
-            ends: what `new_carry` needs, as one share a context rank [P, ...], whose sum counts.
+            ends: what `new_carry` needs, of the carry's structure; in place of copies one share a
+                context rank [P, ...], which are added after the loop over layers.
         """
 
     def new_carry(self, cfg: ModelConfig, plan: RowPlan, carry: Arrays, ends: Arrays) -> Arrays:
