@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from kernels.kda import kda, layout
+from kernels.kda import kda, kda_on_rank, layout
 from kernels.segments import plan_segments
 from tests.compiling import fast_jit
 from tests.kda_cases import TOKENS, check, error, ids_of, make_case, oracle, run
@@ -126,3 +126,40 @@ def test_long_rows(ranks, lengths):
     sizes = 32 if len(lengths) == 1 else 64
     case = make_case(ids, heads=heads, keys=sizes, values=sizes, gate="bounded")
     check(run(case, ranks=ranks), oracle(case), KDA_BOUNDS_FLOAT32)
+
+
+@pytest.mark.parametrize("ids", [ROWS["long"], ROWS["padding"]], ids=["long", "padding"])
+@pytest.mark.parametrize("start", [False, True])
+def test_a_call_repeated_from_its_entry_states(ids, start):
+    """Output and gradients are those of the first call, bit for bit where steps have one order."""
+    case = make_case(ids, gate="softplus", slots=1, start=start, final="last")
+    names = "initial_state", "start_state", "a_log", "dt_bias"
+    token = P(None, None, "context")
+    specs = {n: token if n in TOKENS else P() for n in case.arrays}
+
+    def call(arrays, segments, entry):
+        return kda_on_rank(
+            *(arrays[n] for n in TOKENS), segments, entry=entry, final_state="last",
+            lower_bound=None, qk_l2norm=True, axis_name="context", state_policy="remat",
+            implementation="chunked", **{n: arrays.get(n) for n in names},
+        )  # fmt: skip
+
+    def both(arrays, ids, d_out, d_final):
+        segments = plan_segments(ids, "context")
+        cotangents = d_out, jax.lax.pcast(d_final, ("context",), to="varying")
+        (first, *rest), pull = jax.vjp(lambda arrays: call(arrays, segments, None), arrays)
+        entry = rest[1]
+        gradients = pull((*cotangents, jnp.zeros_like(entry)))[0]
+        (again, *_), pull = jax.vjp(lambda arrays: call(arrays, segments, entry), arrays)
+        return (first, gradients), (again, pull((*cotangents, jnp.zeros_like(entry)))[0])
+
+    mesh = Mesh(np.array(jax.devices()[:4]), ("context",))
+    results = (token, specs)
+    run = jax.shard_map(
+        both, mesh=mesh, in_specs=(specs, P(None, "context"), token, P()),
+        out_specs=(results, results),
+    )  # fmt: skip
+    arguments = case.arrays, jnp.asarray(case.ids), jnp.asarray(case.d_out), case.d_final
+    first, again = fast_jit(run)(*arguments)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=KDA_SAME_ORDER), first, again)
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(first[1]))
