@@ -104,7 +104,8 @@ def _on_rank(x, weight, segments, heads, tail, halo, axis_name, activation, impl
         [jnp.broadcast_to(upstream, tail.shape[:2]).astype(jnp.int32), segments.index], axis=1
     )
     xs, newest, ends = map(list, zip(*(_taken(x, segments, width - 1) for x in xs)))
-    given = _joined(newest), tail.astype(xs[0].dtype), segments, upstream
+    given = _joined(newest), tail.astype(xs[0].dtype)
+    given = *vary(given, varying_axes((*given, segments))), segments, upstream
     if halo is None:
         halo = _receive_halo(axis_name, *given)
     else:
