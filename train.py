@@ -229,7 +229,7 @@ def first_state(parts: Parts, manager: Any, init_from: str, say: Any) -> tuple[A
     if restored is not None:
         manager.move_broken(restored.step)
         lived = goodput.read(os.path.join(parts.workdir, "goodput.json"))
-        parts.goodput.resume(restored.facts["goodput"], lived)
+        parts.goodput.resume(restored.metadata["goodput"], lived)
         say(f"resumed from step {restored.step} of {manager.directory}")
         return unflatten(parts.shapes, filled(parts, restored.arrays)), restored.step
     train, data = parts.config.train, parts.config.data

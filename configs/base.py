@@ -207,9 +207,9 @@ def _checkpoint() -> ConfigDict:
     checkpoint.keep_best = 1
     # A checkpoint whose bytes have changed since it was written: "stop", or "skip" it.
     checkpoint.damaged = "stop"
-    # How a save is read back before it counts and older ones are removed. "manifest": its record
+    # How a save is read back before it counts and older ones are removed. "sizes": its record,
     # and every array's metadata, a few requests an array. "digests": every byte as well.
-    checkpoint.verify = "manifest"
+    checkpoint.verify = "sizes"
     return checkpoint
 
 
@@ -288,7 +288,7 @@ _CHOICES = {
     "optimizer.name": ("adamw", "muon"),
     "optimizer.schedule": ("cosine", "wsd"),
     "checkpoint.damaged": ("stop", "skip"),
-    "checkpoint.verify": ("manifest", "digests"),
+    "checkpoint.verify": ("sizes", "digests"),
     "model.kda_implementation": ("auto", "mosaic_tpu", "chunked", "recurrent"),
 }
 
