@@ -10,7 +10,7 @@ bf16 q, k, v, decay (given form), float32 beta, K = V = 128, a cotangent of ones
     packed   the same with 25 documents in the row
 
 Peak memory is the compiler's, of one device, in decimal MB; bundles are those one device issues
-(benchmarks/schedule.py says what they see). Compiling needs no TPU: each case compiles in a process
+(estimate/bundles.py says what they see). Compiling needs no TPU: each case compiles in a process
 of its own for a topology that is not there. With --time the cases run on the TPUs of this machine,
 compile time apart, each run synchronised, and the median of 20 after 3 warm-ups is printed.
 """
@@ -179,19 +179,19 @@ def _value(case, tokens, position, arg, rng):
 
 def measure(name: str, tokens: int, topology: str, library: str, which: str) -> dict:
     """Compile one case in a child process; its bundles and peak memory, or its error."""
-    from benchmarks import schedule
+    from training.estimate import bundles
 
     with tempfile.TemporaryDirectory(prefix="kda_tpu_") as dump:
         child = subprocess.run(
             [sys.executable, "-m", "benchmarks.kda_tpu", "--child", "--case", name,
              "--tokens", str(tokens), "--topology", topology, "--library", library,
              "--pass", which],
-            env=os.environ | schedule.compiler_environment(dump), capture_output=True, text=True,
+            env=os.environ | bundles.compiler_environment(dump), capture_output=True, text=True,
         )  # fmt: skip
         lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
         if not lines:
             return {"error": error_line(child.stderr)}
-        found = schedule.read(dump)
+        found = bundles.read(dump)
     return json.loads(lines[-1]) | {
         "bundles": found.total,
         "forward": found.of("kda_forward"),

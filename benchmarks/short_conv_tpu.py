@@ -4,7 +4,7 @@
 
 One of q, k and v: bf16, B 1, 4 taps, 16 heads of 128, T 8192 over a context axis of 4, silu,
 segment ids and a tail given; compiled for tpu7x:2x2x1, which need not be here. Peak memory of one
-device in decimal MB; bundles as benchmarks/schedule.py reads them. XLA's own loops count once: what
+device in decimal MB; bundles as estimate/bundles.py reads them. XLA's own loops count once: what
 it says of "chunked", whose weight gradient is a loop, is a lower bound.
 """
 
@@ -75,17 +75,17 @@ def compile_here(implementation: str) -> float:
 
 def measure(implementation: str) -> str:
     """A line of the table, compiled in a process of its own."""
-    from benchmarks import schedule
+    from training.estimate import bundles
 
     with tempfile.TemporaryDirectory(prefix="short_conv_tpu_") as dump:
         child = subprocess.run(
             [sys.executable, "-m", "benchmarks.short_conv_tpu", "--child", implementation],
-            env=os.environ | schedule.compiler_environment(dump),
+            env=os.environ | bundles.compiler_environment(dump),
             stdout=subprocess.PIPE,
             text=True,
             check=True,
         )
-        peak, found = json.loads(child.stdout.splitlines()[-1]), schedule.read(dump)
+        peak, found = json.loads(child.stdout.splitlines()[-1]), bundles.read(dump)
     kernels = [found.of(f"short_conv_{name}") for name in ("forward", "backward")]
     return (
         f"{implementation:10s}  peak {peak:7.2f} MB  bundles {found.total:9d} "

@@ -114,11 +114,14 @@ def _data() -> ConfigDict:
 
 def _model() -> ConfigDict:
     model = ConfigDict()
-    # Sizes are in elements and >= 1. The vocabulary is the tokenizer's.
+    # Sizes are in elements and >= 1.
+    model.vocab_size = 0  # ids; 0: the tokenizer's
     model.d_model = 256  # a multiple of mesh.fsdp
     # Mixers of one repeat, in order: "kda" and "attention", separated by commas or blanks.
     model.pattern = "kda"
     model.num_repeats = 2  # layers = repeats * length of the pattern
+    # Feed-forward layers: one name for all, or one for each mixer of the pattern.
+    model.ffn = "swiglu"
     model.d_ff = 768  # a multiple of mesh.tensor
     model.kda_heads = 2  # KDA heads, a multiple of mesh.tensor
     model.key_dim = 128  # K, a head; the TPU kernels want 128

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from data.batch import Batch
 from data.dealing import Dealer, Earlier, Position
 from data.documents import DocumentSource, open_source
-from data.options import DataConfig
+from data.options import DataConfig, check
 from data.packing import RECORD_SIZE, Record
 from data.pipeline import HostBatch, batches, count_batches, starting_workers
 from data.stream import Corpus, Counts
@@ -52,7 +52,7 @@ def make_loader(
     Raises ValueError, in one line that names the option, for whatever in the configuration or the
     files cannot work. Where there are several processes all have to call it together.
     """
-    config.check()
+    check(config)
     tokenizer = make_tokenizer(config.tokenizer, config.bos_token, config.eos_token)
     source = open_source(config, split)
     _check_mesh(config, mesh)

@@ -16,7 +16,7 @@ from array_record.python import array_record_module
 
 from data import readers
 from data.documents import DocumentSource, open_source
-from data.options import DataConfig
+from data.options import DataConfig, check
 
 TEXTS = [f"document {i}\n".encode() * (1 + i % 5) for i in range(200)]
 
@@ -401,18 +401,18 @@ def test_a_file_that_vanishes_is_an_error_of_data(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"source": "csv"}, "config.data.source='csv': needs one of stdlib, text"),
-        ({"source": "text"}, "config.data.path='': source 'text' needs the path"),
-        ({"path": "x"}, "config.data.path='x': source 'stdlib' takes no path"),
+        ({"source": "csv"}, "config.data.source='csv': needs one of 'stdlib', 'text'"),
+        ({"source": "text"}, "config.data.path='': needs the path of a file or folder with"),
+        ({"path": "x"}, "config.data.path='x': needs to be empty with config.data.source='stdlib'"),
         ({"eval_path": "x"}, "config.data.eval_path='x'"),
         ({"source": "jsonl", "path": "x", "field": ""}, "config.data.field=''"),
-        ({"sequence_length": 1}, "config.data.sequence_length=1: needs a whole number >= 2"),
+        ({"sequence_length": 1}, "config.data.sequence_length=1: needs a number >= 2; try 2048"),
         ({"global_batch_size": 0}, "config.data.global_batch_size=0"),
         ({"global_batch_size": 2.5}, "config.data.global_batch_size=2.5"),
         ({"prefetch": 0}, "config.data.prefetch=0"),
         ({"workers": -1}, "config.data.workers=-1"),
         ({"epochs": True}, "config.data.epochs=True"),
-        ({"packing": "tight"}, "config.data.packing='tight': needs one of stream, whole"),
+        ({"packing": "tight"}, "config.data.packing='tight': needs one of 'stream', 'whole'"),
         ({"eval_fraction": 1.0}, "config.data.eval_fraction=1.0"),
         ({"on_data_change": "no"}, "config.data.on_data_change='no'"),
         ({"tokenizer": ""}, "config.data.tokenizer=''"),
@@ -420,10 +420,10 @@ def test_a_file_that_vanishes_is_an_error_of_data(tmp_path):
 )
 def test_options_are_checked(options, said):
     with pytest.raises(ValueError) as caught:
-        DataConfig(**options).check()
+        check(DataConfig(**options))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_the_defaults_pass():
-    DataConfig().check()
+    check(DataConfig())

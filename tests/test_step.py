@@ -250,5 +250,5 @@ def test_evaluation_is_the_same_mean_over_all_batches():
 
 def test_attention_sees_so_many_keys():
     ids = np.stack([row((1, 3), (2, 2), (0, 59)), row((1, 64))])[None]
-    metrics, _, _ = run(dataclasses.replace(ONE, pattern=("attention",)), batch_of(ids))
+    metrics, _, _ = run(dataclasses.replace(ONE, pattern="attention"), batch_of(ids))
     assert metrics["attended"] == (1 + 2 + 3) + (1 + 2) + 64 * 65 / 2

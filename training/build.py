@@ -12,8 +12,10 @@ from ml_collections import ConfigDict
 from data.loader import Loader, make_loader
 from data.options import DataConfig
 from errors import UserError
-from model.config import ModelConfig, check_mesh
-from model.sharding import param_count
+from model.checks import check_mesh
+from model.config import ModelConfig
+from model.params import param_count
+from options import wrong
 from training import devices
 from training.goodput import Goodput
 from training.optimizer import OptimizerConfig, make_optimizer, make_schedule
@@ -61,15 +63,16 @@ def build(config: ConfigDict, workdir: str) -> Parts:
 def model_config(config: ConfigDict, vocab_size: int) -> ModelConfig:
     """config.model as the frozen record that the model takes."""
     options = dict(config.model)
-    options["pattern"] = tuple(options["pattern"].replace(",", " ").split())
+    given = options.pop("vocab_size")
+    if given and given < vocab_size:
+        needs = f"0 or at least the tokenizer's {vocab_size} ids"
+        raise wrong("config.model.vocab_size", given, needs, 0)
     if options["kda_implementation"] == "mosaic_tpu" and jax.default_backend() != "tpu":
         raise UserError(
             "config.model.kda_implementation='mosaic_tpu': needs a TPU; there is "
             f"{jax.devices()[0].device_kind}; try auto"
         )
-    if options["kda_implementation"] == "auto":
-        options["kda_implementation"] = None
-    return ModelConfig(vocab_size=vocab_size, **options)
+    return ModelConfig(vocab_size=given or vocab_size, **options)
 
 
 def optimizer_options(config: ConfigDict) -> OptimizerConfig:

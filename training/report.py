@@ -10,7 +10,7 @@ import psutil
 
 from errors import RunError
 from model.config import ModelConfig
-from model.flops import attention_flops_per_token, train_flops_per_token
+from model.flops import key_flops_per_token, train_flops_per_token
 
 # Peak bf16 FLOP/s of a JAX device by `device_kind`: a chip, on v7x one of its two cores.
 # Google Cloud's TPU pages, "System architecture", one a generation; NVIDIA's data sheets, dense.
@@ -65,7 +65,7 @@ class Meter:
     ):
         self._slots = slots
         self.flops_per_token = train_flops_per_token(cfg)
-        self._flops_per_key = attention_flops_per_token(cfg, 1.0)
+        self._flops_per_key = key_flops_per_token(cfg, 1.0)
         self._compiled_peak = compiled_peak
         self._skip_nonfinite = skip_nonfinite
         self._interval = Interval()

@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from checkpoints.manager import CheckpointError, Manager, Retention
-from model.config import ModelConfig, check_mesh
-from model.sharding import init_params, param_shardings
+from model.checks import check_mesh
+from model.config import ModelConfig
+from model.params import init_params, param_shardings
 from training import goodput, resume
 from training.build import Parts, model_config
 from training.state import TrainState, empty_carry, flatten, init_state, unflatten

@@ -11,6 +11,7 @@ MODEL = (
     "d_model",
     "pattern",
     "num_repeats",
+    "ffn",
     "d_ff",
     "kda_heads",
     "key_dim",

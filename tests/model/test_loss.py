@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from model.loss import loss_sums
-from model.sharding import param_shardings
+from model.params import param_shardings
 from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, worst_error
 from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
 

@@ -10,7 +10,7 @@ import pytest
 
 from model.decoder import carry_shardings, forward, init_carry
 from model.loss import logits, loss_sums
-from model.sharding import param_shardings
+from model.params import param_shardings
 from tests.compiling import fast_jit
 from tests.model_cases import (
     KDA,
@@ -52,7 +52,7 @@ def windowed(cfg, context: int):
     def loss(params, carry, batch, continues):
         def window(carry, part):
             arrays = (part["tokens"], part["segment_ids"], part["continues"])
-            hidden, carry = forward(params, cfg, *arrays, carry, mesh)
+            hidden, carry, _ = forward(params, cfg, *arrays, carry, mesh)
             sums = loss_sums(params, cfg, hidden, part["targets"], part["loss_weights"], mesh)
             return carry, (sums.nll, logits(params, cfg, hidden, mesh))
 

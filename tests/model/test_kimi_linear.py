@@ -10,7 +10,7 @@ import pytest
 
 from model.config import ModelConfig
 from model.decoder import init_carry, plan_rows
-from model.kda_layer import kda_mixer
+from model.mixers.kda import forward as kda_mixer
 from tests.compiling import fast_jit
 from tests.model_cases import compiled, make_mesh, worst_error
 from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
@@ -18,7 +18,7 @@ from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
 CONFIG = ModelConfig(
     vocab_size=61,
     d_model=32,
-    pattern=("kda",),
+    pattern="kda",
     num_repeats=2,
     d_ff=48,
     kda_heads=2,
@@ -44,7 +44,7 @@ LINEARS = {
 
 @pytest.fixture(scope="module")
 def golden():
-    with np.load(pathlib.Path(__file__).parent / "golden" / "kimi_linear.npz") as arrays:
+    with np.load(pathlib.Path(__file__).parents[1] / "golden" / "kimi_linear.npz") as arrays:
         return dict(arrays)
 
 

@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from model.config import ModelConfig, check_mesh
-from model.sharding import (
+from model.axes import MESH_AXES
+from model.checks import check_mesh
+from model.config import ModelConfig
+from model.params import (
     decay_mask,
     init_params,
     muon_mask,
@@ -69,12 +72,38 @@ def test_plain_vectors_neither_decay_nor_go_to_muon_and_all_matrices_do():
     assert seen >= PLAIN | {"embedding", "head", "q", "beta", "decay_b", "down", "k_conv"}
 
 
-def test_no_mesh_axis_is_used_twice_and_large_parameters_are_cut_on_both():
+def flat_axes(spec) -> list[str]:
+    return [axis for axes in spec for axis in (axes if isinstance(axes, tuple) else [axes]) if axis]
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2, 2), (1, 4, 2, 1), (1, 1, 8, 1), (2, 1, 2, 2)])
+def test_matrices_are_cut_over_fsdp_context_and_tensor_and_vectors_over_tensor_only(shape):
+    mesh = make_mesh(**dict(zip(MESH_AXES, shape)))
     for path, spec in named(param_specs(WIDE)).items():
-        axes = [axis for axis in spec.partition if axis is not None]
+        partition = spec.partition(mesh)
+        axes = flat_axes(partition)
         assert len(set(axes)) == len(axes), path
-        if last_key(path) in {"q", "k", "v", "output", "gate", "up", "down", "embedding", "head"}:
-            assert set(axes) == {"fsdp", "tensor"}, path
+        pieces = math.prod(mesh.shape[axis] for axis in axes)
+        shard = NamedSharding(mesh, partition).shard_shape(spec.shape)  # raises where none divides
+        assert math.prod(shard) * pieces == math.prod(spec.shape), path
+        name = last_key(path)
+        if name in {"q", "k", "v", "output", "gate", "up", "down", "embedding", "head", "decay_b"}:
+            assert set(axes) == {"fsdp", "context", "tensor"}, path
+        elif name in PLAIN or "conv" in name:
+            assert set(axes) <= {"tensor"}, path
+
+
+def test_a_matrix_is_cut_along_whichever_axes_divide():
+    mesh = make_mesh(fsdp=2, context=4)
+    axes = ("repeats", "width", "ffn")
+    cut = {(5, 16, 3): (None, ("fsdp", "context"), "tensor"),
+           (5, 6, 16): (None, None, ("tensor", "fsdp", "context")),
+           (5, 6, 12): (None, "fsdp", ("tensor", "context")),
+           (8, 3, 5): (None, None, "tensor")}  # fmt: skip
+    for shape, expected in cut.items():
+        spec = dataclasses.replace(param_specs(WIDE)["blocks"][0]["ffn"]["up"], shape=shape)
+        assert spec.axes == axes
+        assert spec.partition(mesh) == PartitionSpec(*expected), shape
 
 
 def test_initial_values_are_those_of_the_sources(wide_params):
@@ -135,12 +164,12 @@ def test_use_casts_matrices_gathers_fsdp_and_keeps_tensor(wide_params):
         (
             {},
             {"tensor": 4},
-            r"config.mesh.tensor = 4 must divide config.model.kda_heads = 2; 1, 2 work",
+            r"config.mesh.tensor=4: needs a divisor of config.model.kda_heads .2.; try 1, 2",
         ),
-        ({}, {"fsdp": 3}, r"config.mesh.fsdp = 3 must divide config.model.d_model = 32"),
-        ({"gate_rank": 6}, {"fsdp": 4}, r"config.mesh.fsdp = 4 must divide .*gate_rank = 6"),
-        ({"d_ff": 47}, {"tensor": 2}, r"config.mesh.tensor = 2 must divide .*d_ff = 47"),
-        ({"attention_kv_heads": 1}, {"tensor": 2}, r"mesh.tensor = 2 .*attention_kv_heads = 1"),
+        ({}, {"fsdp": 3}, r"config.mesh.fsdp=3: .* config.model.d_model .32."),
+        ({"gate_rank": 6}, {"fsdp": 4}, r"config.mesh.fsdp=4: .*gate_rank .6."),
+        ({"d_ff": 47}, {"tensor": 2}, r"config.mesh.tensor=2: .*d_ff .47."),
+        ({"attention_kv_heads": 1}, {"tensor": 2}, r"mesh.tensor=2: .*attention_kv_heads .1."),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(changes, mesh, message):
@@ -153,27 +182,27 @@ def test_a_mesh_that_does_not_fit_is_refused(changes, mesh, message):
 def test_what_a_model_does_not_have_does_not_constrain_its_mesh():
     sizes = {"data": 3, "fsdp": 2, "context": 5, "tensor": 2}
     check_mesh(dataclasses.replace(KDA, attention_kv_heads=1), sizes)
-    attention = dataclasses.replace(MIXED, pattern=("attention",), kda_heads=1, gate_rank=3)
+    attention = dataclasses.replace(MIXED, pattern="attention", kda_heads=1, gate_rank=3)
     check_mesh(attention, sizes)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pattern": ()}, "config.model.pattern is empty"),
-        ({"pattern": ("kda", "mamba")}, "config.model.pattern = 'mamba'; it must be one of kda"),
-        ({"decay_gate": "hard"}, "config.model.decay_gate = 'hard'"),
-        ({"compute_dtype": "float16"}, "config.model.compute_dtype = 'float16'"),
-        ({"remat": "half"}, "config.model.remat = 'half'"),
-        ({"kda_state_policy": "drop"}, "config.model.kda_state_policy = 'drop'"),
-        ({"num_repeats": 0}, "config.model.num_repeats = 0; it must be >= 1"),
-        ({"conv_kernel_size": 1}, "config.model.conv_kernel_size = 1; it must be >= 2"),
-        ({"norm_eps": 0.0}, "config.model.norm_eps = 0.0"),
+        ({"pattern": ""}, "config.model.pattern='': needs at least one mixer"),
+        ({"d_model": 32.0}, "config.model.d_model=32.0: needs a value of type int"),
+        ({"decay_gate": "hard"}, "config.model.decay_gate='hard': needs one of 'softplus'"),
+        ({"compute_dtype": "float16"}, "config.model.compute_dtype='float16'"),
+        ({"remat": "half"}, "config.model.remat='half'"),
+        ({"kda_state_policy": "drop"}, "config.model.kda_state_policy='drop'"),
+        ({"num_repeats": 0}, "config.model.num_repeats=0: needs a number >= 1"),
+        ({"conv_kernel_size": 1}, "config.model.conv_kernel_size=1: needs a number >= 2"),
+        ({"norm_eps": 0.0}, "config.model.norm_eps=0.0"),
         (
             {"decay_gate": "bounded", "gate_lower_bound": -6.0},
-            "config.model.gate_lower_bound = -6.0",
+            "config.model.gate_lower_bound=-6.0",
         ),
-        ({"attention_kv_heads": 3}, "config.model.attention_kv_heads = 3 must divide"),
+        ({"attention_kv_heads": 3}, "config.model.attention_kv_heads=3: needs a divisor of"),
     ],
 )
 def test_an_impossible_model_is_refused(changes, message):

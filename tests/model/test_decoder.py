@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model.decoder import carry_shardings, forward, init_carry
-from model.sharding import param_shardings
+from model.params import param_shardings
 from tests.compiling import fast_jit
 from tests.model_cases import (
     KDA,
@@ -171,7 +171,7 @@ def test_activations_and_carry_lie_where_the_table_says(case):
     params = jax.device_put(params, param_shardings(MIXED, mesh))
     carry = jax.device_put(carry, carry_shardings(MIXED, mesh))
     arrays = (batch["tokens"], batch["segment_ids"], batch["continues"])
-    hidden, end = fast_jit(lambda p, c: forward(p, MIXED, *arrays, c, mesh))(params, carry)
+    hidden, end, _ = fast_jit(lambda p, c: forward(p, MIXED, *arrays, c, mesh))(params, carry)
     assert hidden.sharding.shard_shape(hidden.shape) == (2, 32, 32)
     state = end["blocks"][0]["state"]
     assert state.sharding.shard_shape(state.shape) == (2, 2, 1, 8, 16)
@@ -180,7 +180,7 @@ def test_activations_and_carry_lie_where_the_table_says(case):
 
 
 def test_attention_alone(case):
-    cfg = dataclasses.replace(KDA, pattern=("attention",))
+    cfg = dataclasses.replace(KDA, pattern="attention")
     carry = init_carry(cfg, 4)
     assert carry == {"blocks": ({},)}
     check_same(*(compiled(cfg, context=n)(make_params(cfg), carry, case[2]) for n in (4, 1)))

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from model.config import ModelConfig
-from model.flops import attention_flops_per_token, kda_flops_per_token, train_flops_per_token
-from model.layers import swiglu
+from model.ffn import swiglu
+from model.flops import key_flops_per_token, train_flops_per_token
+from model.mixers.kda import recurrence_flops
 from tests.model_cases import KDA, MIXED
 
 
@@ -38,11 +39,11 @@ def test_matrix_products_are_counted_as_the_compiler_counts_them():
 
 
 def test_kda_is_the_same_for_every_length_and_attention_grows_with_it():
-    assert attention_flops_per_token(KDA, 1000.0) == 0
-    one, two = (attention_flops_per_token(MIXED, n) for n in (100.0, 200.0))
+    assert key_flops_per_token(KDA, 1000.0) == 0
+    one, two = (key_flops_per_token(MIXED, n) for n in (100.0, 200.0))
     assert one == 12 * 2 * 4 * 8 * 100 and two == 2 * one
     half_heads = dataclasses.replace(KDA, kda_heads=1)
-    assert kda_flops_per_token(KDA) == 2 * kda_flops_per_token(half_heads)
+    assert recurrence_flops(KDA) == 2 * recurrence_flops(half_heads)
 
 
 def test_padding_of_the_vocabulary_and_tying_change_nothing():

@@ -1,0 +1,46 @@
+"""Exported folders, loaded by transformers, have our logits.
+
+Runs where TRANSFORMERS_PYTHON names a Python with torch and transformers (tests/golden has the
+versions); docs/measurements.md has the last figures.
+"""
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.convert import FORMATS
+from model.decoder import forward, init_carry
+from model.loss import logits
+from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, worst_error
+from tests.tolerances import MODEL_FLOAT32
+from training.weights import SpecialTokens, write_folder
+
+PYTHON = os.environ.get("TRANSFORMERS_PYTHON", "")
+SCRIPT = pathlib.Path(__file__).parents[1] / "referee_transformers.py"
+CFG = dataclasses.replace(KDA, key_dim=16, value_dim=16, gate_rank=16, num_repeats=3)
+
+
+@pytest.mark.skipif(not PYTHON, reason="TRANSFORMERS_PYTHON names no Python with transformers")
+@pytest.mark.parametrize("cfg", [CFG, dataclasses.replace(CFG, tie_embeddings=True)])
+def test_transformers_has_our_logits(tmp_path, cfg):
+    params = make_params(cfg)
+    folder = str(tmp_path / "export")
+    write_folder(folder, params, cfg, FORMATS["kimi_linear"], SpecialTokens(59, 60))
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 70))
+    np.save(tmp_path / "tokens.npy", tokens)
+    # Settings for the OpenBLAS of this environment slow down that one's.
+    env = {name: x for name, x in os.environ.items() if not name.startswith("OPENBLAS")}
+    arguments = [PYTHON, str(SCRIPT), folder, tmp_path / "tokens.npy", tmp_path / "logits.npy"]
+    subprocess.run(arguments, check=True, env=env, timeout=300)
+    ids = jnp.ones(tokens.shape, jnp.int32)
+    arrays = jnp.asarray(tokens, jnp.int32), ids, jnp.zeros(2, bool), init_carry(cfg, 2)
+    hidden, _, _ = forward(params, cfg, *arrays, make_mesh())
+    ours = np.asarray(logits(params, cfg, hidden, make_mesh()))
+    error, _ = worst_error(ours, np.load(tmp_path / "logits.npy"))
+    print(f"relative RMS error of the logits: {error:.1e}")
+    assert error < MODEL_FLOAT32

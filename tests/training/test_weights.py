@@ -1,0 +1,164 @@
+"""Folders of weights: exact round trips, and one line for each that does not fit."""
+
+import dataclasses
+import json
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from checkpoints.safetensors_io import Reader, Spec, WeightsError, Writer
+from model.convert import FORMATS, ConvertError
+from model.params import param_shardings
+from tests.model_cases import KDA, MIXED, make_mesh, make_params
+from training.state import flatten
+from training.weights import SpecialTokens, read_folder, write_folder
+
+SQUARE = dataclasses.replace(KDA, key_dim=8, value_dim=8, gate_rank=8, num_repeats=3)
+TALL = dataclasses.replace(KDA, gate_rank=16, tie_embeddings=True)  # V 16, K 8: fla's alone
+SPECIAL = SpecialTokens(bos_id=59, eos_id=60)
+CASES = [("kimi_linear", SQUARE), ("kda", SQUARE), ("kda", TALL)]
+
+
+def write(folder, kind="kimi_linear", cfg=SQUARE, dtype=np.float32, mesh=None):
+    params = make_params(cfg)
+    if mesh is not None:
+        params = jax.device_put(params, param_shardings(cfg, mesh))
+    write_folder(str(folder), params, cfg, FORMATS[kind], SPECIAL, np.dtype(dtype))
+    return params
+
+
+def read(folder, mesh=None, **options):
+    return read_folder(str(folder), mesh or make_mesh(), {"compute_dtype": "float32", **options})
+
+
+def compare(found, params, cfg, convert=lambda x: x):
+    found, wanted = flatten(found), flatten(params)
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        got, x = np.asarray(found[name]), np.asarray(x)
+        if name == "embedding":
+            got, x = got[: cfg.vocab_size], x[: cfg.vocab_size]
+        if name == "head":
+            got, x = got[:, : cfg.vocab_size], x[:, : cfg.vocab_size]
+        exact = x if name.endswith(("a_log", "dt_bias")) else convert(x)
+        np.testing.assert_array_equal(got, exact, err_msg=name)
+
+
+@pytest.mark.parametrize(("kind", "cfg"), CASES)
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "tensor": 2}])
+def test_a_round_trip_is_exact_on_any_mesh(tmp_path, kind, cfg, sizes):
+    mesh = make_mesh(**sizes)
+    params = write(tmp_path, kind, cfg, mesh=mesh)
+    found, model = read(tmp_path, mesh)
+    compare(found, params, cfg)
+    shape = ("d_model", "d_ff", "kda_heads", "key_dim", "value_dim", "gate_rank", "layers")
+    for name in (*shape, "vocab_size", "tie_embeddings", "norm_eps", "conv_kernel_size"):
+        assert getattr(model, name) == getattr(cfg, name), name
+    for name, sharding in flatten(param_shardings(cfg, mesh)).items():
+        assert flatten(found)[name].sharding.is_equivalent_to(sharding, flatten(found)[name].ndim)
+
+
+def test_bfloat16_rounds_all_but_rates_and_biases(tmp_path):
+    params = write(tmp_path, dtype=ml_dtypes.bfloat16)
+    found, _ = read(tmp_path)
+    compare(found, params, SQUARE, lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32))
+    types = {n: e.dtype.name for n, e in Reader(str(tmp_path)).entries.items()}
+    assert types["model.layers.0.self_attn.A_log"] == "float32"
+    assert types["model.layers.0.self_attn.q_proj.weight"] == "bfloat16"
+
+
+def test_a_tied_head_is_written_as_a_copy_where_readers_do_not_tie(tmp_path):
+    cfg = dataclasses.replace(SQUARE, tie_embeddings=True)
+    params = write(tmp_path, cfg=cfg)
+    found, model = read(tmp_path)
+    assert not model.tie_embeddings
+    size = cfg.vocab_size
+    np.testing.assert_array_equal(found["head"].T[:size], np.asarray(params["embedding"])[:size])
+
+
+def test_special_tokens_are_written(tmp_path):
+    write(tmp_path)
+    found = json.loads((tmp_path / "generation_config.json").read_text())
+    assert found == {"bos_token_id": 59, "eos_token_id": 60}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"decay_gate": "bounded"}, "no config.model.decay_gate='bounded'"),
+        ({"learned_initial_state": True}, "no learned initial state"),
+        ({"value_dim": 16}, "one head size; config.model has key_dim=8, value_dim=16"),
+        ({"pattern": MIXED.pattern}, "no layer like 'attention'"),
+    ],
+)
+def test_a_model_that_the_format_lacks_is_refused(tmp_path, change, text):
+    with pytest.raises(ConvertError, match=text):
+        write(tmp_path, cfg=dataclasses.replace(SQUARE, **change))
+    assert not list(tmp_path.iterdir())
+
+
+def rewrite(folder, change) -> None:
+    """The folder again with its tensors changed: change(dict of arrays)."""
+    reader = Reader(str(folder))
+    arrays = {name: reader.read(name) for name in reader.entries}
+    change(arrays)
+    specs = [Spec(name, x.shape, x.dtype) for name, x in arrays.items()]
+    with Writer(str(folder), specs) as writer:
+        for name, x in arrays.items():
+            writer.add(name, x)
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda arrays: arrays.pop(Q), f"has no tensor {Q}"),
+        (lambda arrays: arrays.update({"extra": arrays[Q]}), "has a tensor extra"),
+        (lambda arrays: arrays.update({Q: arrays[Q][:, 1:]}), r"q_proj.*\[16, 31\].*\[16, 32\]"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_one_line(tmp_path, change, text):
+    write(tmp_path)
+    rewrite(tmp_path, change)
+    with pytest.raises(WeightsError, match=text):
+        read(tmp_path)
+
+
+def test_a_bias_that_we_lack_must_be_zero(tmp_path):
+    write(tmp_path, "kda")
+    name = "model.layers.2.attn.g_proj.1.bias"
+    assert not Reader(str(tmp_path)).read(name).any()
+    rewrite(tmp_path, lambda arrays: arrays.update({name: arrays[name] + 1}))
+    with pytest.raises(WeightsError, match=f"{name} is not zero"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "text"),
+    [
+        ("kimi_linear", {"model_type": "llama"}, "model_type is 'llama'"),
+        ("kimi_linear", {"hidden_size": None}, "has no 'hidden_size'"),
+        ("kimi_linear", {"mlp_layer_types": ["dense", "sparse", "sparse"]}, "experts"),
+        ("kda", {"attn": {"layers": [1]}}, "config.json has attn"),
+        ("kda", {"num_v_heads": 4}, "num_v_heads=4"),
+        ("kda", {"allow_neg_eigval": True}, "allow_neg_eigval=True"),
+    ],
+)
+def test_a_config_of_another_model_is_one_line(tmp_path, kind, change, text):
+    write(tmp_path, kind)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    with pytest.raises(ConvertError, match=text):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_a_config_that_is_none_is_one_line(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(WeightsError, match=r"config\.json"):
+        read(tmp_path)

@@ -1,0 +1,192 @@
+"""Parameters to and from Hugging Face folders: config.json and safetensors files.
+
+model/convert.py knows the names, checkpoints/safetensors_io.py the files; here one tensor after
+another goes from one to the other, so host memory holds one tensor (writing), or a device's part of
+one parameter (reading).
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from checkpoints.safetensors_io import Reader, Spec, WeightsError, Writer
+from model.config import ModelConfig
+from model.convert import (
+    ConvertError,
+    Format,
+    Tensor,
+    read_config,
+    tensors,
+    zero_tensors,
+)
+from model.params import param_shardings, param_specs
+from training.state import flatten, unflatten
+
+FLOAT32 = np.dtype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialTokens:
+    """Ids that begin and end a document, for generation_config.json."""
+
+    bos_id: int
+    eos_id: int
+
+
+def write_folder(
+    folder: str,
+    params: Mapping[str, object],
+    cfg: ModelConfig,
+    fmt: Format,
+    special: SpecialTokens,
+    dtype: np.dtype = FLOAT32,
+) -> int:
+    """Writes config.json, generation_config.json and the weights. Returns the number of tensors.
+
+    Args:
+        params: as the model takes them, float32, on any mesh of this process. dtype: float32 or
+            bfloat16; what the format keeps in float32 stays so.
+
+    Raises:
+        ConvertError: the format cannot express this model.
+    """
+    config = fmt.config(cfg)
+    arrays: dict[str, jax.Array] = flatten(params)
+    shapes: dict[str, tuple[int, ...]] = {n: s.shape for n, s in flatten(param_specs(cfg)).items()}
+    table = list(tensors(fmt, cfg))
+    zeros = zero_tensors(fmt, cfg)
+    specs = [
+        Spec(t.name, _their_shape(t, shapes[t.path]), FLOAT32 if t.float32 else dtype)
+        for t in table
+    ]
+    specs += [Spec(name, shape, FLOAT32) for name, shape in zeros.items()]
+    with Writer(folder, specs) as writer:
+        for tensor in table:
+            array = arrays[tensor.path]
+            part = np.asarray(array if tensor.repeat is None else array[tensor.repeat])
+            writer.add(tensor.name, tensor.layout.theirs(part))
+        for name, shape in zeros.items():
+            writer.add(name, np.zeros(shape, np.float32))
+    ids = dataclasses.asdict(special)
+    tokens = {name.replace("_id", "_token_id"): value for name, value in ids.items()}
+    _write_json(folder, "generation_config.json", tokens)
+    # transformers' default padding id lies outside of a smaller vocabulary.
+    padding = {"pad_token_id": special.eos_id}
+    _write_json(folder, "config.json", config | tokens | padding | {"dtype": dtype.name})
+    return len(specs)
+
+
+def read_folder(
+    folder: str, mesh: Mesh, options: Mapping[str, object] | None = None
+) -> tuple[dict[str, object], ModelConfig]:
+    """The parameters of a folder, float32 and placed on the mesh, and their model.
+
+    Args:
+        options: of `ModelConfig`, instead of what config.json says or leaves open.
+
+    Raises:
+        WeightsError: files are missing or damaged, or tensors are missing, surplus or misshapen.
+        ConvertError: config.json describes a model that we do not have.
+    """
+    fmt, cfg = _read_config(folder, options or {})
+    reader = Reader(folder)
+    table = list(tensors(fmt, cfg))
+    specs = flatten(param_specs(cfg))
+    _check(reader, table, {name: spec.shape for name, spec in specs.items()})
+    _check_zeros(reader, zero_tensors(fmt, cfg), {t.name for t in table})
+    by_path: dict[str, dict[int | None, Tensor]] = {}
+    for tensor in table:
+        by_path.setdefault(tensor.path, {})[tensor.repeat] = tensor
+    arrays = {
+        path: jax.make_array_from_callback(
+            specs[path].shape, sharding, _Parts(reader, by_path[path], specs[path].shape)
+        )
+        for path, sharding in flatten(param_shardings(cfg, mesh)).items()
+    }
+    return unflatten(param_specs(cfg), arrays), cfg
+
+
+def is_folder_of_weights(folder: str) -> bool:
+    """Whether a folder is one of these rather than a run's."""
+    return os.path.isfile(os.path.join(folder, "config.json"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """Callback of `jax.make_array_from_callback`: reads what one device holds of a parameter."""
+
+    reader: Reader
+    by_repeat: dict[int | None, Tensor]
+    shape: tuple[int, ...]
+
+    def __call__(self, index: tuple[slice, ...] | None) -> np.ndarray:
+        index = index or ()
+        if None in self.by_repeat:
+            return self._layer(None, self.shape)[index]
+        repeats = range(*index[0].indices(self.shape[0]))
+        return np.stack([self._layer(i, self.shape[1:])[index[1:]] for i in repeats])
+
+    def _layer(self, repeat: int | None, shape: tuple[int, ...]) -> np.ndarray:
+        tensor = self.by_repeat[repeat]
+        array = self.reader.read(tensor.name).astype(np.float32)
+        return tensor.layout.ours(array, shape)
+
+
+def _read_config(folder: str, options: Mapping[str, object]) -> tuple[Format, ModelConfig]:
+    path = os.path.join(folder, "config.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file)
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path}: cannot be read ({error}); try another folder") from None
+    if not isinstance(config, dict):
+        raise WeightsError(f"{path}: is not a JSON object; try downloading it again")
+    try:
+        return read_config(config, **options)
+    except ConvertError as error:
+        raise ConvertError(f"{path}: {error}") from None
+
+
+def _their_shape(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    shape = shape if tensor.repeat is None else shape[1:]
+    # A broadcast zero has the shape and no memory.
+    return tensor.layout.theirs(np.broadcast_to(np.float32(0), shape)).shape
+
+
+def _check(reader: Reader, table: list[Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
+    for tensor in table:
+        entry = reader.entries.get(tensor.name)
+        if entry is None:
+            raise WeightsError(
+                f"{reader.folder}: has no tensor {tensor.name}; config.json needs it"
+            )
+        needed = _their_shape(tensor, shapes[tensor.path])
+        if entry.shape != needed:
+            raise WeightsError(
+                f"{reader.folder}: {tensor.name} has shape {list(entry.shape)}; config.json needs "
+                f"{list(needed)}"
+            )
+
+
+def _check_zeros(reader: Reader, zeros: dict[str, tuple[int, ...]], known: set[str]) -> None:
+    """Refuses tensors that this model has no place for."""
+    for name in reader.entries:
+        if name in known:
+            continue
+        if name not in zeros:
+            raise WeightsError(f"{reader.folder}: has a tensor {name}, which this model lacks")
+        if np.any(reader.read(name)):
+            raise WeightsError(f"{reader.folder}: {name} is not zero; this model lacks it")
+
+
+def _write_json(folder: str, name: str, content: dict) -> None:
+    part = os.path.join(folder, name + ".part")
+    with open(part, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+    os.replace(part, os.path.join(folder, name))
