@@ -12,7 +12,7 @@ import traceback
 from absl import flags as absl_flags
 from ml_collections import ConfigDict
 
-from configs import base
+from configs import check
 from configs import flags as command_line
 from training import devices, failures, process
 from training.signals import Signals
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     signals = Signals()  # installed first so that startup can be interrupted
     try:
         config, flags = command_line.parse(argv)
-        base.check(config)
+        check.check(config)
         start_jax(config, flags)
         train(config, flags, signals)
     except Exception as error:
@@ -43,7 +43,7 @@ def train(config: ConfigDict, flags: absl_flags.FlagValues, signals: Signals) ->
     """Runs the training in its folder."""
     from training import run  # imports JAX, whose devices are chosen now
 
-    name = command_line.config_name(flags["config"].config_filename)
+    name = command_line.config_name(command_line.config_file(flags))
     run.run(config, flags.workdir or os.path.join("runs", name), flags.init_from, signals)
 
 

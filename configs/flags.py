@@ -268,6 +268,11 @@ def _check_processes() -> None:
         )
 
 
+def config_file(parsed: flags.FlagValues) -> str:
+    """The path given as --config."""
+    return parsed["config"].config_filename  # type: ignore[attr-defined]  # config_flags' own kind
+
+
 def config_name(argv_path: str) -> str:
     """kda_cp4 for configs/kda_cp4.py: the name of the run's folder."""
     return os.path.splitext(os.path.basename(argv_path))[0]

@@ -18,7 +18,8 @@ from model.params import param_count
 from options import wrong
 from training import devices
 from training.goodput import Goodput
-from training.optimizer import OptimizerConfig, make_optimizer, make_schedule
+from training.optimizer import make_optimizer, make_schedule
+from training.options import OptimizerOptions
 from training.state import TrainState, state_shapes
 
 
@@ -52,7 +53,7 @@ def build(config: ConfigDict, workdir: str) -> Parts:
     model = model_config(config, loader.tokenizer.vocab_size)
     check_mesh(model, mesh.shape)
     options = optimizer_options(config)
-    optimizer = make_optimizer(options, model)
+    optimizer = make_optimizer(options, model, mesh)
     shapes = state_shapes(model, mesh, optimizer, data.global_batch_size, train.spike_window)
     schedule = make_schedule(options)
     return Parts(
@@ -75,11 +76,11 @@ def model_config(config: ConfigDict, vocab_size: int) -> ModelConfig:
     return ModelConfig(vocab_size=given or vocab_size, **options)
 
 
-def optimizer_options(config: ConfigDict) -> OptimizerConfig:
+def optimizer_options(config: ConfigDict) -> OptimizerOptions:
     """config.optimizer with the schedule's length filled in."""
     options = dict(config.optimizer)
     options["schedule_steps"] = options["schedule_steps"] or config.train.steps
-    return OptimizerConfig(**options)
+    return OptimizerOptions(**options)
 
 
 def describe(parts: Parts) -> str:

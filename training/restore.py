@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from checkpoints.manager import CheckpointError, Manager, Retention
+from configs import base
 from model.checks import check_mesh
 from model.config import ModelConfig
 from model.params import init_params, param_shardings
@@ -107,9 +108,7 @@ def load_params(
     if restored is None:
         raise CheckpointError(f"{folder}: there is no checkpoint in {manager.directory}")
     params = unflatten({"params": _param_shapes(models[-1], mesh)}, restored.arrays)["params"]
-    return LoadedParams(
-        params, models[-1], restored.facts, restored.step, str(manager.directory)
-    )
+    return LoadedParams(params, models[-1], restored.facts, restored.step, str(manager.directory))
 
 
 def _param_shapes(model: ModelConfig, mesh: Mesh) -> Any:
@@ -146,7 +145,7 @@ def _resume_target(parts: Parts, metadata: Metadata, log: Log) -> dict[str, jax.
         CheckpointError: of another model; or of other data, with
             config.data.on_data_change="refuse".
     """
-    found = resume.differences(metadata["config"], parts.config.to_dict())
+    found = _differences(metadata, parts)
     advice = "try the config that wrote it, or another --workdir"
     if found.model:
         raise CheckpointError(f"the checkpoint is of another model: {found.model[0]}; {advice}")
@@ -169,6 +168,11 @@ def _resume_target(parts: Parts, metadata: Metadata, log: Log) -> dict[str, jax.
     return {name: array for name, array in wanted.items() if not name.startswith("carry/")}
 
 
+def _differences(metadata: Metadata, parts: Parts) -> resume.Differences:
+    meanings = {name: option.on_resume for name, _, option in base.all_options()}
+    return resume.differences(metadata["config"], parts.config.to_dict(), meanings)
+
+
 def _with_carry(parts: Parts, arrays: Arrays) -> Arrays:
     """The arrays, with an empty carry where none was restored."""
     if flatten(parts.shapes).keys() == arrays.keys():
@@ -181,7 +185,7 @@ def _other_params(parts: Parts, folder: str, log: Log) -> Arrays:
     """The parameters of --init_from, which must be of this run's model and tokenizer."""
 
     def target(metadata: Metadata) -> dict[str, jax.ShapeDtypeStruct]:
-        found = resume.differences(metadata["config"], parts.config.to_dict())
+        found = _differences(metadata, parts)
         if found.model:
             raise CheckpointError(f"another model, {found.model[0]}")
         if metadata["data"]["data"]["tokenizer"] != parts.loader.tokenizer.fingerprint:

@@ -16,11 +16,12 @@ from training.evaluate import Evaluator
 from training.lock import lock
 from training.loop import Cadence, TrainLoop
 from training.metrics import Writers
+from training.options import TrainOptions
 from training.profiler import Profiler
 from training.report import Meter, NonFiniteError, compiled_peak_bytes
 from training.signals import Signals
 from training.state import TrainState, flatten
-from training.step import StepConfig, batch_shapes, make_train_step, make_votes
+from training.step import batch_shapes, make_train_step, make_votes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +80,7 @@ def _restore_and_train(
         raise
 
 
-def _train(
-    parts: Parts, manager: Manager, state: TrainState, start: int, signals: Signals
-) -> None:
+def _train(parts: Parts, manager: Manager, state: TrainState, start: int, signals: Signals) -> None:
     """Trains from step `start`, saves, and logs the results."""
     steps = parts.config.train.steps
     writers = Writers(parts.workdir, start, steps, primary=jax.process_index() == 0)
@@ -95,7 +94,8 @@ def _train(
         else:
             loop = make_loop(parts, manager, state, start, signals, writers)
             step, stop_reason = loop.run()
-            evaluator = loop.evaluate
+            if isinstance(loop.evaluate, Evaluator):
+                evaluator = loop.evaluate
         with parts.goodput.during("checkpoint"):
             manager.wait()
         parts.goodput.write()
@@ -166,8 +166,7 @@ def _make_evaluator(parts: Parts) -> Evaluator:
 def _compile_step(parts: Parts, writers: Writers) -> tuple[Any, tuple[jax.Array, jax.Array]]:
     """(the compiled step, which has no public type; the two arrays of votes)."""
     config, data = parts.config, parts.config.data
-    names = [field.name for field in dataclasses.fields(StepConfig)]
-    options = StepConfig(**{name: config.train[name] for name in names})
+    options = TrainOptions(**config.train)
     step = make_train_step(
         options, parts.model, parts.mesh, parts.optimizer, parts.schedule, parts.shapes
     )
