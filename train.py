@@ -14,7 +14,9 @@ from ml_collections import ConfigDict
 
 from configs import check
 from configs import flags as command_line
+from errors import UserError
 from training import devices, failures, process
+from training.estimate import command
 from training.signals import Signals
 
 
@@ -26,6 +28,8 @@ def main(argv: list[str]) -> int:
     try:
         config, flags = command_line.parse(argv)
         check.check(config)
+        if flags.plan:
+            return command.run(config, flags.plan, flags.plan_json)
         start_jax(config, flags)
         train(config, flags, signals)
     except Exception as error:
@@ -51,12 +55,11 @@ def fail(error: Exception) -> int:
     """One line on stderr where the cause is known, else the traceback; returns the exit code."""
     known = failures.explain(error)
     if known is None:
-        # Of packages whose mistakes in options are not a class yet.
+        # data/ still raises ValueError for mistakes in options.
         if not isinstance(error, ValueError) or not str(error).startswith(("config.", "--")):
             traceback.print_exception(error)
             return 1
-        print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
-        return 2
+        known = UserError(str(error))
     print("error: " + " ".join(str(known).split()), file=sys.stderr, flush=True)
     return known.exit_code
 

@@ -215,6 +215,13 @@ class CheckpointOptions:
         choices=("stop", "skip"),
         on_resume="silent",
     )
+    verify: str = option(
+        "manifest",
+        "How a save is read back before it counts and older ones are removed. manifest: its record "
+        "and every array's metadata, a few requests an array. digests: every byte as well.",
+        choices=("manifest", "digests"),
+        on_resume="silent",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@
 
 import dataclasses
 import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from checkpoints.manager import CheckpointError, Manager, Retention
+from checkpoints.manager import CheckpointError, Manager
+from checkpoints.retention import Retention
 from configs import base
 from model.checks import check_mesh
 from model.config import ModelConfig
@@ -63,7 +65,13 @@ def open_checkpoints(parts: Parts, log: Log) -> Manager:
     """The manager of this run's checkpoints."""
     options = parts.config.checkpoint
     retention = Retention(options.keep_last, options.keep_every, options.keep_best)
-    return Manager(checkpoint_folder(options.directory, parts.workdir), retention, log)
+    return Manager(
+        checkpoint_folder(options.directory, parts.workdir),
+        retention,
+        log,
+        verify=options.verify,
+        owner=f"{socket.gethostname()}:{os.path.abspath(parts.workdir)}",
+    )
 
 
 def first_state(parts: Parts, manager: Manager, init_from: str, log: Log) -> tuple[TrainState, int]:

@@ -115,7 +115,9 @@ def make_votes(mesh: Mesh) -> tuple[jax.Array, jax.Array]:
     return vote(0), vote(1)
 
 
-def batch_shapes(mesh: Mesh, windows: int, rows: int, length: int) -> Batch:
+def batch_shapes(
+    mesh: Mesh, windows: int, rows: int, length: int, positions: bool = False
+) -> Batch:
     """A batch's shapes, types and shardings; nothing is read."""
 
     def array(shape, dtype, *spec):
@@ -130,7 +132,7 @@ def batch_shapes(mesh: Mesh, windows: int, rows: int, length: int) -> Batch:
         tokens=number,
         targets=number,
         segment_ids=number,
-        positions=number,
+        positions=number if positions else None,
         loss_weights=tokens(jnp.float32),
         target_bytes=number,
         continues=array((windows, rows), jnp.bool_, None, ROWS),
