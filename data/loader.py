@@ -386,6 +386,11 @@ class Loader:
             "padding": sum(record.padding for record in records),
         }
 
+    def epoch(self) -> float:
+        """Passes over the documents up to the last batch, as this process's rows have met them."""
+        share = len(self._records[self._rows]) / len(self._records)
+        return self.counts()["documents"] / share / max(len(self.source.sizes), 1)
+
     def summary(self) -> str:
         """Returns the counts in one line."""
         counts = self.counts()
