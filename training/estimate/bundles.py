@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+((?:[A-Z]{2}[: ,]*)*)\s*:\s*((?:>\s?)*)\{(.*)")
 EXIT = re.compile(r"scmp\.(?:ge|gt|eq)\.s32\.totalorder [^,]+, (-?\d+) /\* loop exit test")
-SEND = re.compile(r"= dma\.general .*vmem-to-vmem")  # a copy into another device's VMEM
+# A copy into another device's VMEM, and its size in granules of 32 bytes.
+SEND = re.compile(r"= dma\.general .*size_in_granules=\*/(\d+).*vmem-to-vmem")
+GRANULE = 32
 KERNEL_FILE = re.compile(r"\d+-(.*)-\d+-final_bundles\.txt$")
 
 
@@ -34,13 +36,14 @@ def compiler_environment(dump: str) -> dict[str, str]:
 class Loop:
     """Bundles in the order of the schedule: runs of them, and inner loops.
 
-    sends: places in `items` before which a message to another device starts.
+    sends: places in `items` before which a message to another device starts; sent: bytes of one.
     """
 
     depth: int
     trips: int = 1
     items: list["int | Loop"] = field(default_factory=list)
     sends: list[int] = field(default_factory=list)
+    sent: int = 0
 
     def bundles(self, begin: int = 0, end: int | None = None) -> int:
         """Bundles of one trip, of all items or those in a range."""
@@ -109,8 +112,9 @@ def loops(lines: list[str]) -> Loop:
             open_loops[-1].items.append(loop := Loop(depth))
             open_loops.append(loop)
         here = open_loops[-1]
-        if SEND.search(line):
+        if send := SEND.search(line):
             here.sends.append(len(here.items))
+            here.sent = int(send.group(1)) * GRANULE
         here.add()
         if "loop exit test" in line:
             constants = EXIT.findall(line)

@@ -22,7 +22,6 @@ from training.estimate.timeline import (
     CONTEXT,
     Event,
     events_of,
-    message_seconds,
     seconds_of,
     simulate,
 )
@@ -167,7 +166,7 @@ def step_time(
     generation: Generation,
 ) -> StepTime:  # fmt: skip
     """The estimate of one step: the last context rank's time, and what it is made of."""
-    timeline = simulate(events, ranks, message_seconds(generation))
+    timeline = simulate(events, ranks)
     others = [c for c in exchanged if CONTEXT not in c.axes]
     kernels = sum(
         work.visit.times * seconds_of(work, generation)

@@ -19,7 +19,6 @@ from training.estimate.topology import HOP_SECONDS, KERNEL_STALLS, Generation
 
 CONTEXT = "context"
 FORWARD_KERNEL, BACKWARD_KERNEL = "kda_forward", "kda_backward"
-MESSAGE_BYTES = 8 * 128 * 128 * 4  # states of a group of 8 heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,8 @@ class Relay:
     """A kernel that passes states along the ranks, in groups; seconds.
 
     Work is `before`, then for each group: the neighbour's message arrives, `slot`, the own message
-    leaves, `after`; last `tail`. backward: messages go from the last rank to the first.
+    leaves, `after`; last `tail`. wire: of a message from rank to rank. backward: messages go from
+    the last rank to the first.
     """
 
     before: float
@@ -42,6 +42,7 @@ class Relay:
     after: float
     groups: int
     tail: float
+    wire: float
     backward: bool
 
     @property
@@ -91,9 +92,9 @@ class Timeline:
         return self.work / self.seconds if self.seconds else 1.0
 
 
-def simulate(events: tuple[Event, ...], ranks: int, wire: float) -> Timeline:
-    """Runs the events on `ranks` ranks. wire: seconds of one state message."""
-    run = _Run(ranks, wire)
+def simulate(events: tuple[Event, ...], ranks: int) -> Timeline:
+    """Runs the events on `ranks` ranks."""
+    run = _Run(ranks)
     run.play(events)
     return Timeline(max(run.clocks), run.work)
 
@@ -101,10 +102,9 @@ def simulate(events: tuple[Event, ...], ranks: int, wire: float) -> Timeline:
 class _Run:
     """Clocks of all ranks, and when each reached the starts of collectives."""
 
-    def __init__(self, ranks: int, wire: float):
+    def __init__(self, ranks: int):
         self.clocks = [0.0] * ranks
         self.work = 0.0
-        self._wire = wire
         self._started: dict[str, list[float]] = {}
 
     def play(self, events: tuple[Event, ...]) -> None:
@@ -131,7 +131,7 @@ class _Run:
             clock, arrived, sent = self.clocks[rank] + relay.before, sent, []
             for group in range(relay.groups):
                 if arrived:
-                    clock = max(clock, arrived[group] + self._wire)
+                    clock = max(clock, arrived[group] + relay.wire)
                 clock += relay.slot
                 sent.append(clock)
                 clock += relay.after
@@ -153,30 +153,28 @@ class _Run:
 # --- events of a compiled program ----------------------------------------------------------------
 
 
-def relay_of(tree: Loop, scale: float, backward: bool) -> Relay:
-    """The relay that a kernel's schedule holds. scale: seconds a bundle.
+def relay_of(tree: Loop, generation: Generation, backward: bool) -> Relay:
+    """The relay that a kernel's schedule holds.
 
     The loop that sends is the walk over groups; where there is one group, it is unrolled and the
     last inner loop before the send walks the group's chunks. A kernel that sends nothing is work.
     """
     group = _sender(tree)
+    groups, after = 1, 0
     if group is None:
-        return Relay(0.0, tree.bundles() * scale, 0.0, 1, 0.0, backward)
-    if group is tree:
+        before, slot, tail = 0, tree.bundles(), 0
+    elif group is tree:
         send = tree.sends[-1]
         inner = [i for i, item in enumerate(tree.items[:send]) if isinstance(item, Loop)]
         first = inner[-1] if inner else 0
-        parts = (tree.bundles(0, first), tree.bundles(first, send), 0, tree.bundles(send))
-        return Relay(parts[0] * scale, parts[1] * scale, 0.0, 1, parts[3] * scale, backward)
-    at, send = tree.items.index(group), group.sends[-1]
-    return Relay(
-        before=tree.bundles(0, at) * scale,
-        slot=group.bundles(0, send) * scale,
-        after=group.bundles(send) * scale,
-        groups=group.trips,
-        tail=tree.bundles(at + 1) * scale,
-        backward=backward,
-    )
+        before, slot, tail = tree.bundles(0, first), tree.bundles(first, send), tree.bundles(send)
+    else:
+        at, send, groups = tree.items.index(group), group.sends[-1], group.trips
+        before, tail = tree.bundles(0, at), tree.bundles(at + 1)
+        slot, after = group.bundles(0, send), group.bundles(send)
+    scale = KERNEL_STALLS / generation.clock
+    wire = (group.sent if group else 0) / generation.link_bytes_a_second + HOP_SECONDS
+    return Relay(before * scale, slot * scale, after * scale, groups, tail * scale, wire, backward)
 
 
 def _sender(tree: Loop) -> Loop | None:
@@ -200,7 +198,7 @@ def events_of(
     waits = {c.done: c for c in crossing.values() if c.done}
     local = {c.done or c.name: c for c in exchanged if CONTEXT not in c.axes}
     starts = {c.name for c in exchanged}
-    relays = _relays(works, trees, KERNEL_STALLS / generation.clock)
+    relays = _relays(works, trees, generation)
 
     def translate(work: Work) -> Iterator[Event]:
         name = work.visit.instruction.name
@@ -236,7 +234,9 @@ def _wait_for(collective: Collective, generation: Generation) -> Wait:
     return Wait(collective.name, collective.seconds(generation), source)
 
 
-def _relays(works: list[Work], trees: Mapping[str, Loop], scale: float) -> dict[str, Relay]:
+def _relays(
+    works: list[Work], trees: Mapping[str, Loop], generation: Generation
+) -> dict[str, Relay]:
     """Relays by instruction name. Equal kernels are compiled once, under one of their names."""
     found: dict[str, Relay] = {}
     for kernel in (FORWARD_KERNEL, BACKWARD_KERNEL):
@@ -245,7 +245,7 @@ def _relays(works: list[Work], trees: Mapping[str, Loop], scale: float) -> dict[
             name = work.visit.instruction.name
             if name.startswith(kernel) and is_kernel(work.visit.instruction) and dumped:
                 tree = dumped.get(name, next(iter(dumped.values())))
-                found[name] = relay_of(tree, scale, kernel == BACKWARD_KERNEL)
+                found[name] = relay_of(tree, generation, kernel == BACKWARD_KERNEL)
     return found
 
 
@@ -276,8 +276,3 @@ def _append(events: list[Event], new: Iterator[Event]) -> None:
             events[-1] = Busy(events[-1].seconds + event.seconds)
         elif not isinstance(event, Busy) or event.seconds:
             events.append(event)
-
-
-def message_seconds(generation: Generation) -> float:
-    """One message of a relay: the states of one group of heads, float32."""
-    return MESSAGE_BYTES / generation.link_bytes_a_second + HOP_SECONDS
