@@ -29,6 +29,9 @@ PEAK_FLOPS = {
 }
 
 
+Numbers = dict[str, Any]  # a finished step's metrics on the host: float, int and bool by name
+
+
 class NonFiniteError(RunError):
     """A step's loss or gradient is not finite; `step` is its number."""
 
@@ -76,7 +79,7 @@ class Meter:
         """The device is idle from here on: the next step's time counts from now."""
         self._done = time.monotonic()
 
-    def finish(self, step: int, metrics: dict[str, jax.Array], data_wait: float) -> dict[str, Any]:
+    def finish(self, step: int, metrics: dict[str, jax.Array], data_wait: float) -> Numbers:
         """Waits for a step and returns its numbers, on the host.
 
         Raises:
@@ -96,7 +99,7 @@ class Meter:
         self._done = now
         return numbers
 
-    def report(self, numbers: dict[str, Any]) -> dict[str, float]:
+    def report(self, numbers: Numbers) -> dict[str, float]:
         """The last step's learning numbers, and speed over the steps since the last report."""
         values = {
             f"learning/{name}": numbers[name]

@@ -3,7 +3,6 @@
 Axes: W window, B row, T token, A part of the rows (accumulation).
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -19,28 +18,15 @@ from model.config import ModelConfig
 from model.decoder import carry_shardings, forward
 from model.flops import key_flops_per_token
 from model.loss import LossSums, loss_sums
+from training.options import TrainOptions
 from training.state import TrainState
 
 LN2 = math.log(2.0)
 Metrics = dict[str, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class StepConfig:
-    """The part of `config.train` that a step is made of; see configs/base.py."""
-
-    grad_accum_steps: int = 1
-    z_loss: float = 0.0
-    skip_nonfinite: bool = False
-    spike_deviations: float = 0.0
-
-    @property
-    def may_skip(self) -> bool:
-        return self.skip_nonfinite or self.spike_deviations > 0
-
-
 def make_train_step(
-    options: StepConfig,
+    options: TrainOptions,
     cfg: ModelConfig,
     mesh: Mesh,
     optimizer: optax.GradientTransformation,
@@ -149,7 +135,7 @@ def batch_shapes(
     )
 
 
-def _gradients(options: StepConfig, cfg, mesh: Mesh, state: TrainState, batch: Batch, total):
+def _gradients(options: TrainOptions, cfg, mesh: Mesh, state: TrainState, batch: Batch, total):
     """(gradient of the summed loss over `total`, LossSums, layers' metrics, new carry), over all
     rows.
 
@@ -208,7 +194,7 @@ def _windows(cfg: ModelConfig, mesh: Mesh, params, batch: Batch, carry):
     return carry, (jax.tree.map(jnp.sum, sums), jax.tree.map(jnp.mean, reported))
 
 
-def _is_spike(options: StepConfig, state: TrainState, loss: jax.Array) -> jax.Array:
+def _is_spike(options: TrainOptions, state: TrainState, loss: jax.Array) -> jax.Array:
     """Whether the loss is far above the last losses; never before the window is full."""
     if not options.spike_deviations:
         return jnp.bool_(False)
