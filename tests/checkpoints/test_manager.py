@@ -407,7 +407,9 @@ def test_a_folder_that_cannot_be_saved_to_is_refused_before_step_1(folder, lines
     assert {path.name for path in folder.iterdir()} <= {".folder"}
 
 
-@pytest.mark.parametrize("name", ["a[1]b", "all*", "what?", "[", "run\udcff", "x/[y]/z", "a\\b", "gs:"])
+@pytest.mark.parametrize(
+    "name", ["a[1]b", "all*", "what?", "[", "run\udcff", "x/[y]/z", "a\\b", "gs:"]
+)
 def test_names_that_could_not_be_restored_are_refused_before_anything_is_saved(tmp_path, name):
     with pytest.raises(CheckpointError, match=r"misread|not valid UTF-8|cannot save"):
         Manager(str(tmp_path / name), KEEP, print)
