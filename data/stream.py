@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from data.assignment import DocumentAssigner, Position
 from data.documents import DocumentSource
-from data.readers import Text
+from data.readers.reader import Text
 from data.tokenizer import Tokenizer
 
 SPAN_BYTES = 1 << 20

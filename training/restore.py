@@ -46,6 +46,7 @@ def metadata(parts: Parts) -> Metadata:
         "vocab_size": parts.model.vocab_size,
         "data": parts.loader.state(),
         "goodput": parts.goodput.seconds(),
+        "tokens_seen": parts.progress.tokens_seen,
     }
 
 
@@ -82,6 +83,7 @@ def first_state(parts: Parts, manager: Manager, init_from: str, log: Log) -> tup
         manager.move_broken(restored.step)
         lived = goodput.read(os.path.join(parts.workdir, "goodput.json"))
         parts.goodput.resume(restored.facts["goodput"], lived)
+        parts.progress.tokens_seen = restored.facts["tokens_seen"]
         log(f"resumed from step {restored.step} of {manager.directory}")
         return unflatten(parts.shapes, _with_carry(parts, restored.arrays)), restored.step
     state = _seeded_state(parts)

@@ -85,6 +85,7 @@ def _train(parts: Parts, manager: Manager, state: TrainState, start: int, signal
     """Trains from step `start`, saves, and logs the results."""
     steps = parts.config.train.steps
     writers = Writers(parts.workdir, start, steps, primary=jax.process_index() == 0)
+    writers.hyperparameters(start, _flat(parts.config))
     writers.text(start, "config", f"```\n{parts.config}\n```")
     writers.text(start, "parameters", describe(parts))
     evaluator = None
@@ -103,6 +104,13 @@ def _train(parts: Parts, manager: Manager, state: TrainState, start: int, signal
         _conclude(parts, step, stop_reason, signals, evaluator, writers.log)
     finally:
         writers.close()
+
+
+def _flat(config: ConfigDict) -> dict[str, int | float | str]:
+    """{"train.steps": 20, ...}"""
+    return {
+        f"{group}.{name}": x for group, options in config.items() for name, x in options.items()
+    }
 
 
 def make_loop(
@@ -127,12 +135,14 @@ def make_loop(
         votes=votes,
         batches=iter(parts.loader),
         more=parts.loader.has_more,
+        epoch=parts.loader.epoch,
         evaluate=_make_evaluator(parts),
         saver=Saver(parts, manager) if manager else NoSaver(),
         meter=Meter(
             slots,
             parts.model,
             compiled_peak_bytes(step),
+            parts.progress,
             skip_nonfinite=config.train.skip_nonfinite,
         ),
         writers=writers,
