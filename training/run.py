@@ -19,6 +19,7 @@ from training.loop import Cadence, TrainLoop
 from training.metrics import Writers
 from training.options import TrainOptions
 from training.profiler import Profiler
+from training.progress import elapsed
 from training.report import Meter, NonFiniteError, compiled_peak_bytes
 from training.signals import Signals
 from training.state import TrainState, flatten
@@ -188,7 +189,7 @@ def _compile_step(parts: Parts, writers: Writers) -> tuple[Any, tuple[jax.Array,
         parts.mesh, config.train.tbptt_windows, data.global_batch_size, data.sequence_length
     )
     began = time.monotonic()
-    with parts.goodput.during("compilation"):
+    with parts.goodput.during("compilation"), elapsed("compiling", writers.log):
         compiled = step.lower(parts.shapes, batch, votes[0]).compile()
     writers.log(f"compiled in {time.monotonic() - began:.1f} s")
     return compiled, votes
