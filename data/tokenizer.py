@@ -6,6 +6,7 @@ Bytes are what makes losses comparable between tokenizers: bits per byte = nats 
 
 import hashlib
 import os
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +33,10 @@ class Tokenizer(Protocol):
 
         Bytes that are no UTF-8 are taken as they are ("bytes") or read as U+FFFD, one a byte.
         """
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids; begin and end ids have none. Part of a character is U+FFFD."""
         ...
 
 
@@ -75,6 +80,9 @@ class ByteTokenizer:
     def encode(self, text: bytes) -> tuple[np.ndarray, np.ndarray]:
         ids = np.frombuffer(text, np.uint8).astype(np.int32)
         return ids, np.ones(len(ids), np.int32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:
@@ -132,6 +140,11 @@ class HuggingFaceTokenizer:
         stops = np.asarray([stop for _, stop in encoding.offsets], np.int64)
         return ids, bytes_of_tokens(stops, ends)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        special = (self.bos_id, self.eos_id)
+        text = [int(i) for i in ids if i not in special]
+        return self._tokenizer.decode(text, skip_special_tokens=False)
+
 
 class SentencePieceTokenizer:
     """A SentencePiece model. Its own begin and end ids are used where it has them."""
@@ -164,6 +177,10 @@ class SentencePieceTokenizer:
         ids = np.asarray(mapped["ids"], np.int32)
         stops = np.asarray([stop for _, stop in mapped["offsets"]], np.int64)
         return ids, bytes_of_tokens(stops, ends)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        special = (self.bos_id, self.eos_id)
+        return self._model.decode([int(i) for i in ids if i not in special])
 
 
 def readable_text(text: bytes) -> tuple[str, np.ndarray]:
