@@ -17,7 +17,7 @@ def choose(implementation: str | None, like: jax.Array | None = None) -> str:
         ValueError: for an unknown name.
     """
     if implementation is None:
-        return "mosaic_tpu" if _platform(like) == "tpu" else "chunked"
+        return "mosaic_tpu" if platform(like) == "tpu" else "chunked"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"kda: implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}"
@@ -25,7 +25,7 @@ def choose(implementation: str | None, like: jax.Array | None = None) -> str:
     return implementation
 
 
-def _platform(like: jax.Array | None) -> str:
+def platform(like: jax.Array | None) -> str:
     meshes = [jax.sharding.get_abstract_mesh()]
     if like is not None:
         meshes.append(jax.typeof(like).sharding.mesh)

@@ -124,11 +124,11 @@ def tensors(fmt: Format, cfg: ModelConfig) -> Iterator[Tensor]:
     vocabulary = _vocabulary(transposed=False)(cfg.vocab_size)
     yield Tensor(fmt.embedding, "embedding", None, vocabulary)
     for layer in range(cfg.layers):
-        repeat, position = divmod(layer, len(cfg.pattern))
+        repeat, position = divmod(layer, len(cfg.mixers))
         path = f"blocks/{position}"
         for ours, (theirs, layout) in fmt.norms.items():
             yield Tensor(f"model.layers.{layer}.{theirs}", f"{path}/{ours}", repeat, layout)
-        parts = [("mixer", _entry(fmt, fmt.mixers, cfg.pattern[position]))]
+        parts = [("mixer", _entry(fmt, fmt.mixers, cfg.mixers[position]))]
         parts += [("ffn", _entry(fmt, fmt.ffns, "swiglu"))]
         for kind, (prefix, names) in parts:
             for ours, (theirs, layout) in names.items():
@@ -215,7 +215,7 @@ def _kimi_options(config: Json) -> Json:
     return {
         "d_model": config["hidden_size"],
         "d_ff": config["intermediate_size"],
-        "pattern": ("kda",),
+        "pattern": "kda",
         "num_repeats": layers,
         "kda_heads": linear["num_heads"],
         "key_dim": linear["head_dim"],
@@ -273,7 +273,7 @@ def _fla_options(config: Json) -> Json:
     return {
         "d_model": hidden,
         "d_ff": d_ff,
-        "pattern": ("kda",),
+        "pattern": "kda",
         "num_repeats": config["num_hidden_layers"],
         "kda_heads": heads,
         "key_dim": head_dim,

@@ -1,26 +1,27 @@
 """The decoder: embedding -> blocks -> final norm. A block is norm -> mixer -> norm -> SwiGLU.
 
 The code reads as on one device: parameters and activations are placed by the specs of
-model/sharding.py, and only the mixers know of ranks (their `jax.shard_map` islands).
+model/params.py, and only the mixers know of ranks (their `jax.shard_map` islands).
 
 Axes: B row, T token, D residual width, R repeat of the layer pattern.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels.segments import plan_segments
-from model.attention import attention_mixer
+from model.axes import CONTEXT, FSDP, TENSOR, TOKEN_SPEC, Arrays, Specs, Tree
 from model.config import ModelConfig
-from model.kda_layer import STATE_SPEC, TAIL_SPEC, RowPlan, init_kda_carry, kda_mixer
-from model.layers import constrain, rms_norm, swiglu
-from model.sharding import CONTEXT, TOKEN_SPEC, block_specs, param_specs, use_params
+from model.ffn import FeedForward, feed_forwards_of
+from model.layers import constrain, rms_norm
+from model.mixers.protocol import Metrics, Mixer, RowPlan
+from model.mixers.registry import mixers_of
+from model.params import block_specs, param_specs, use_params
 
-Arrays = dict[str, Any]
+_TOKEN_AXIS = {FSDP: 0, CONTEXT: 1}  # which axis of [B, T] a mesh axis cuts
 
 
 def forward(
@@ -31,27 +32,28 @@ def forward(
     continues: jax.Array,
     carry: Arrays,
     mesh: Mesh,
-) -> tuple[jax.Array, Arrays]:
-    """Hidden states of a batch, and what the next rows of the same streams start from.
+) -> tuple[jax.Array, Arrays, Metrics]:
+    """Hidden states of a batch, what the next rows of the same streams start from, and metrics.
 
     Args:
-        params: see model.sharding.
+        params: see model.params.
         tokens, segment_ids: [B, T] int32, rows over ("data", "fsdp"), tokens over "context".
             Segment id 0 is padding; its hidden states are finite and mean nothing.
-        continues: [B] bool, the row's first segment goes on from the carry.
-        carry: from `init_carry` or the previous call. Without cfg.carry it is handed on unread, and
+        continues: [B] bool, the row's first segment continues from the carry.
+        carry: from `init_carry` or the previous call. Without cfg.carry it is returned unread, and
             every row starts afresh.
 
     Returns:
-        hidden [B, T, D] in the compute dtype, after the final norm; the new carry. A KDA layer
-        carries its state and the convolution's last inputs. Attention layers carry nothing: they
-        see this row only, also where it continues.
+        hidden [B, T, D] in the compute dtype, after the final norm; the new carry; and whatever
+        scalars the layers report, as "layer_07/NAME" for layer 7, counted from 0.
     """
     plan = plan_rows(segment_ids, continues, mesh)
     hidden = constrain(_embed(params, cfg, tokens, mesh), mesh, TOKEN_SPEC)
-    hidden, blocks = _run_blocks(params["blocks"], cfg, hidden, plan, carry["blocks"], mesh)
+    hidden, (blocks, metrics) = _run_blocks(
+        params["blocks"], cfg, hidden, plan, carry["blocks"], mesh
+    )
     hidden = rms_norm(hidden, params["final_norm"], cfg.norm_eps)
-    return hidden, {"blocks": blocks}
+    return hidden, {"blocks": blocks}, _by_layer(metrics)
 
 
 def plan_rows(segment_ids: jax.Array, continues: jax.Array, mesh: Mesh) -> RowPlan:
@@ -67,77 +69,100 @@ def plan_rows(segment_ids: jax.Array, continues: jax.Array, mesh: Mesh) -> RowPl
 def init_carry(cfg: ModelConfig, rows: int) -> Arrays:
     """The carry of `rows` streams before their first token.
 
-    {"blocks": a tuple over the pattern}, KDA layers {"state": [R, B, H, K, V] float32, "conv":
-    {"q", "k", "v"} [R, B, W - 1, channels] in the compute dtype}, others {}; {} everywhere without
-    cfg.carry.
+    {"blocks": a tuple over the pattern}, each position what its mixer carries, stacked over repeats
+    as [R, ...].
     """
 
-    def stacked(mixer: str) -> Arrays:
-        if mixer != "kda" or not cfg.carry:
-            return {}
-        layer = init_kda_carry(cfg, rows)
+    def stacked(mixer: Mixer) -> Arrays:
+        layer = mixer.init_carry(cfg, rows)
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (cfg.num_repeats, *x.shape)), layer)
 
-    return {"blocks": tuple(stacked(mixer) for mixer in cfg.pattern)}
+    return {"blocks": tuple(stacked(mixer) for mixer in mixers_of(cfg))}
 
 
 def carry_shardings(cfg: ModelConfig, mesh: Mesh) -> Arrays:
-    """Tree of `NamedSharding`, one an array: rows as the batch's, heads over tensor."""
+    """Tree of `NamedSharding`, one an array of the carry."""
 
     def sharding(spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(None, *spec))
 
-    def stacked(mixer: str) -> Arrays:
-        if mixer != "kda" or not cfg.carry:
-            return {}
-        conv = dict.fromkeys(("q", "k", "v"), sharding(TAIL_SPEC))
-        return {"state": sharding(STATE_SPEC), "conv": conv}
-
-    return {"blocks": tuple(stacked(mixer) for mixer in cfg.pattern)}
+    specs = tuple(mixer.carry_specs(cfg) for mixer in mixers_of(cfg))
+    return {"blocks": jax.tree.map(sharding, specs)}
 
 
 def _embed(params: Arrays, cfg: ModelConfig, tokens: jax.Array, mesh: Mesh) -> jax.Array:
-    """[B, T] -> [B, T, D]. A token outside the padded vocabulary gives NaN."""
-    table = use_params(params["embedding"], param_specs(cfg)["embedding"], cfg, mesh)
-    return jnp.take(table, tokens, axis=0).astype(cfg.compute_dtype)
+    """[B, T] -> [B, T, D]. A token outside the padded vocabulary gives NaN.
+
+    A rank looks up its columns for the tokens of all ranks that share the table's width out, and
+    the columns are then exchanged for tokens: neither the table nor its gradient is ever whole.
+    """
+    table, spec = params["embedding"], param_specs(cfg)["embedding"]
+    kept = spec.partition(mesh)[1]
+    axes = (kept,) if isinstance(kept, str) else kept or ()
+    where = PartitionSpec(TENSOR, axes)
+
+    def look_up(table, tokens):
+        for axis in axes:
+            tokens = jax.lax.all_gather(tokens, axis, axis=_TOKEN_AXIS[axis], tiled=True)
+        first = jax.lax.axis_index(TENSOR) * table.shape[0]
+        mine = (tokens >= first) & (tokens < first + table.shape[0])
+        x = jnp.take(table, jnp.where(mine, tokens - first, 0), axis=0)
+        x = jax.lax.psum(jnp.where(mine[..., None], x, 0), TENSOR)
+        known = (tokens >= 0) & (tokens < cfg.padded_vocab_size)
+        x = jnp.where(known[..., None], x, jnp.nan).astype(cfg.compute_dtype)
+        for axis in reversed(axes):
+            x = jax.lax.all_to_all(x, axis, _TOKEN_AXIS[axis], 2, tiled=True)
+        return x
+
+    look_up = jax.shard_map(look_up, mesh=mesh, in_specs=(where, TOKEN_SPEC), out_specs=TOKEN_SPEC)
+    return look_up(constrain(table, mesh, where), tokens)
 
 
-def _run_blocks(params, cfg: ModelConfig, hidden, plan: RowPlan, carry, mesh: Mesh):
-    """All layers: the pattern, `repeats` times. params and carry: tuples over the pattern, stacked
-    over repeats."""
-    blocks = [_block(cfg, mixer, plan, mesh) for mixer in cfg.pattern]
+def _run_blocks(
+    params: Tree, cfg: ModelConfig, hidden: jax.Array, plan: RowPlan, carry: Tree, mesh: Mesh
+) -> tuple[jax.Array, tuple[Tree, Tree]]:
+    """All layers: the pattern, `num_repeats` times.
 
-    def repeat(hidden, stacked):
-        ends = []
-        for block, layer, begin in zip(blocks, *stacked):
-            hidden, end = block(layer, hidden, begin)
+    params and carry: tuples over the pattern, stacked over repeats. Returns (hidden, (new carry,
+    metrics)), the latter two likewise.
+    """
+    layers = zip(mixers_of(cfg), feed_forwards_of(cfg), block_specs(cfg), strict=True)
+    blocks = [_block(cfg, mixer, ffn, specs, plan, mesh) for mixer, ffn, specs in layers]
+
+    def repeat(hidden: jax.Array, stacked: tuple[Tree, Tree]) -> tuple[jax.Array, Tree]:
+        ends, metrics = [], []
+        for block, layer, begin in zip(blocks, *stacked, strict=True):
+            hidden, end, reported = block(layer, hidden, begin)
             ends.append(end)
-        return hidden, tuple(ends)
+            metrics.append(reported)
+        return hidden, (tuple(ends), tuple(metrics))
 
     if cfg.scan_layers:
         return jax.lax.scan(repeat, hidden, (params, carry))
-    ends = []
+    results = []
     for index in range(cfg.num_repeats):
         stacked = jax.tree.map(lambda x, index=index: x[index], (params, carry))
-        hidden, end = repeat(hidden, stacked)
-        ends.append(end)
-    return hidden, jax.tree.map(lambda *layers: jnp.stack(layers), *ends)
+        hidden, result = repeat(hidden, stacked)
+        results.append(result)
+    return hidden, jax.tree.map(lambda *layers: jnp.stack(layers), *results)
 
 
-def _block(cfg: ModelConfig, mixer: str, plan: RowPlan, mesh: Mesh):
-    """(params, hidden, carry) -> (hidden, carry) of one layer, rematerialised as cfg.remat says."""
-    specs = block_specs(cfg, mixer)
+def _block(
+    cfg: ModelConfig, mixer: Mixer, ffn: FeedForward, specs: Specs, plan: RowPlan, mesh: Mesh
+):
+    """(params, hidden, carry) -> (hidden, carry, metrics) of one layer, rematerialised as cfg.remat
+    says."""
 
-    def block(params, hidden, carry):
+    def block(params: Arrays, hidden: jax.Array, carry: Arrays):
+        # Else XLA casts all layers' matrices before the loop over layers, and keeps both.
+        params, hidden = jax.lax.optimization_barrier((params, hidden))
         params = use_params(params, specs, cfg, mesh)
         x = rms_norm(hidden, params["mixer_norm"], cfg.norm_eps)
-        if mixer == "kda":
-            x, carry = kda_mixer(params["mixer"], cfg, x, plan, carry, mesh)
-        else:
-            x = attention_mixer(params["mixer"], cfg, x, plan.segments, mesh)
+        x, carry, metrics = mixer.forward(params["mixer"], cfg, x, plan, carry, mesh)
         hidden = hidden + x
         x = rms_norm(hidden, params["ffn_norm"], cfg.norm_eps)
-        return constrain(hidden + swiglu(x, params["ffn"]), mesh, TOKEN_SPEC), carry
+        x, reported = ffn.forward(params["ffn"], cfg, x, plan, mesh)
+        return constrain(hidden + x, mesh, TOKEN_SPEC), carry, metrics | reported
 
     if cfg.remat == "none":
         return block
@@ -147,3 +172,13 @@ def _block(cfg: ModelConfig, mixer: str, plan: RowPlan, mesh: Mesh):
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     # A scan's body is compiled apart from the forward, so nothing can be shared by mistake there.
     return jax.checkpoint(block, policy=policy, prevent_cse=not cfg.scan_layers)
+
+
+def _by_layer(metrics: tuple[Metrics, ...]) -> Metrics:
+    """Metrics of the pattern's positions, [R] each, by the number of the layer."""
+    return {
+        f"layer_{repeat * len(metrics) + position:02d}/{name}": values[repeat]
+        for position, reported in enumerate(metrics)
+        for name, values in reported.items()
+        for repeat in range(values.shape[0])
+    }

@@ -66,19 +66,13 @@ def gated_rms_norm(x: jax.Array, gate: jax.Array, gain: jax.Array, eps: float) -
     return scaled.astype(x.dtype)
 
 
-def swiglu(x: jax.Array, params: dict[str, jax.Array]) -> jax.Array:
-    """(silu(x gate) * (x up)) down: [B, T, D] -> [B, T, D]; gate, up [D, F], down [F, D]."""
-    gate = matmul(x, params["gate"])
-    return matmul(jax.nn.silu(gate) * matmul(x, params["up"]), params["down"])
-
-
 def constrain(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """Says where x lies on the mesh."""
+    """Applies a sharding constraint to x."""
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Inside `jax.shard_map`: x as a value of its own on every rank of the axes.
+    """Inside `jax.shard_map`: x typed as varying over the axes.
 
     Its gradient is then summed over those axes once, here, rather than wherever x is used.
     """

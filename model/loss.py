@@ -6,17 +6,17 @@ rows, ranks and accumulation steps count every token alike.
 Axes: T token (n: in a chunk), D residual width, V vocabulary entry (the rank's part).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from model.axes import TENSOR, TOKEN_SPEC, TOKENS, Arrays
 from model.config import ModelConfig
 from model.layers import matmul, vary
-from model.sharding import CONTEXT, ROWS, TOKEN_SPEC, param_specs, use_params
+from model.params import param_specs, use_params
 
-_TOKEN_AXES = (*ROWS, CONTEXT)
 _MASKED = -1e30  # a padded vocabulary entry's logit; finite, so that its gradient is 0 and not NaN
 
 
@@ -31,7 +31,7 @@ class LossSums(NamedTuple):
 
 
 def loss_sums(
-    params: dict[str, Any],
+    params: Arrays,
     cfg: ModelConfig,
     hidden: jax.Array,
     targets: jax.Array,
@@ -43,7 +43,7 @@ def loss_sums(
     A token of weight 0 adds nothing and gets no gradient, whatever its target. At most
     cfg.loss_chunk tokens of a rank have logits at one time, in the backward too.
     """
-    specs = (PartitionSpec(None, "tensor"), TOKEN_SPEC, TOKEN_SPEC, TOKEN_SPEC)
+    specs = (PartitionSpec(None, TENSOR), TOKEN_SPEC, TOKEN_SPEC, TOKEN_SPEC)
     sums = jax.shard_map(
         lambda *arrays: _local_sums(cfg, *arrays),
         mesh=mesh,
@@ -53,13 +53,13 @@ def loss_sums(
     return sums(_head(params, cfg, mesh), hidden, targets, loss_weights)
 
 
-def logits(params: dict[str, Any], cfg: ModelConfig, hidden: jax.Array, mesh: Mesh) -> jax.Array:
+def logits(params: Arrays, cfg: ModelConfig, hidden: jax.Array, mesh: Mesh) -> jax.Array:
     """Logits [..., vocab_size] float32 of hidden [..., D]: all at once, for sampling and tests."""
     head = _head(params, cfg, mesh).astype(cfg.compute_dtype)
     return matmul(hidden, head, out_dtype=jnp.float32)[..., : cfg.vocab_size]
 
 
-def _head(params: dict[str, Any], cfg: ModelConfig, mesh: Mesh) -> jax.Array:
+def _head(params: Arrays, cfg: ModelConfig, mesh: Mesh) -> jax.Array:
     """The head [D, V], whole over fsdp: float32, holding values of the compute dtype.
 
     It goes through the compute dtype while it is gathered, and is float32 again so that the chunks'
@@ -73,9 +73,9 @@ def _head(params: dict[str, Any], cfg: ModelConfig, mesh: Mesh) -> jax.Array:
 
 def _local_sums(cfg: ModelConfig, head, hidden, targets, loss_weights) -> LossSums:
     """One rank's tokens and part of the vocabulary, then sums over all ranks."""
-    head = vary(head, _TOKEN_AXES)  # here, so that its gradient is summed over ranks once
-    hidden = vary(hidden, ("tensor",))
-    first = jax.lax.axis_index("tensor") * head.shape[1]
+    head = vary(head, TOKENS)  # here, so that its gradient is summed over ranks once
+    hidden = vary(hidden, (TENSOR,))
+    first = jax.lax.axis_index(TENSOR) * head.shape[1]
     column = first + jnp.arange(head.shape[1])
 
     @jax.checkpoint
@@ -88,16 +88,16 @@ def _local_sums(cfg: ModelConfig, head, hidden, targets, loss_weights) -> LossSu
         return LossSums(sums.nll + nll, sums.z + jnp.sum(weight * lse**2)), ()
 
     chunks = tuple(_chunks(x, cfg.loss_chunk) for x in (hidden, targets, loss_weights))
-    zero = vary(jnp.float32(0), _TOKEN_AXES)
+    zero = vary(jnp.float32(0), TOKENS)
     sums, _ = jax.lax.scan(add, LossSums(zero, zero), chunks)
-    return jax.tree.map(lambda x: jax.lax.psum(x, _TOKEN_AXES), sums)
+    return jax.tree.map(lambda x: jax.lax.psum(x, TOKENS), sums)
 
 
 def _log_sum_and_target(scores: jax.Array, is_target: jax.Array) -> tuple[jax.Array, jax.Array]:
     """logsumexp and the target's score, each [n], over the whole vocabulary's ranks."""
-    top = jax.lax.pmax(jax.lax.stop_gradient(scores.max(-1)), "tensor")
-    total = jax.lax.psum(jnp.exp(scores - top[:, None]).sum(-1), "tensor")
-    hit = jax.lax.psum(jnp.where(is_target, scores, 0.0).sum(-1), "tensor")
+    top = jax.lax.pmax(jax.lax.stop_gradient(scores.max(-1)), TENSOR)
+    total = jax.lax.psum(jnp.exp(scores - top[:, None]).sum(-1), TENSOR)
+    hit = jax.lax.psum(jnp.where(is_target, scores, 0.0).sum(-1), TENSOR)
     return top + jnp.log(total), hit
 
 

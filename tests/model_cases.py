@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from model.axes import MESH_AXES
 from model.config import ModelConfig
 from model.decoder import carry_shardings, forward, init_carry
 from model.loss import logits, loss_sums
-from model.sharding import MESH_AXES, param_shardings, param_specs
+from model.params import param_shardings, param_specs
 from tests.compiling import fast_jit
 
 VOCABULARY = 61
@@ -20,7 +21,7 @@ VOCABULARY = 61
 KDA = ModelConfig(
     vocab_size=VOCABULARY,
     d_model=32,
-    pattern=("kda",),
+    pattern="kda",
     num_repeats=2,
     d_ff=48,
     kda_heads=2,
@@ -34,7 +35,7 @@ KDA = ModelConfig(
     compute_dtype="float32",
     loss_chunk=24,
 )
-MIXED = dataclasses.replace(KDA, pattern=("kda", "attention"), learned_initial_state=True)
+MIXED = dataclasses.replace(KDA, pattern="kda, attention", learned_initial_state=True)
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
@@ -105,7 +106,7 @@ def compiled(cfg: ModelConfig, **mesh_sizes: int):
     mesh = make_mesh(**mesh_sizes)
 
     def loss(params, carry, batch, z_weight, carry_weight):
-        hidden, end = forward(
+        hidden, end, _ = forward(
             params, cfg, batch["tokens"], batch["segment_ids"], batch["continues"], carry, mesh
         )
         sums = loss_sums(params, cfg, hidden, batch["targets"], batch["loss_weights"], mesh)

@@ -16,15 +16,16 @@ import pytest
 from data.batch import Batch
 from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, row
 from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
+from training.options import TrainOptions
 from training.report import eval_values
 from training.state import empty_carry, flatten, state_shapes
-from training.step import StepConfig, make_eval_step, make_train_step, make_votes
+from training.step import make_eval_step, make_train_step, make_votes
 
 SGD = optax.sgd(1.0)
 ONE = dataclasses.replace(KDA, num_repeats=1)
-PLAIN = StepConfig()
-Z_LOSS = StepConfig(z_loss=0.01)
-SKIPPING = StepConfig(skip_nonfinite=True, spike_deviations=3.0)
+PLAIN = TrainOptions()
+Z_LOSS = TrainOptions(z_loss=0.01)
+SKIPPING = TrainOptions(skip_nonfinite=True, spike_deviations=3.0)
 WINDOW = 4  # losses that the spike rule looks back on
 
 
@@ -37,7 +38,7 @@ def compile_fast():
 
 
 @functools.cache
-def stepper(cfg, options: StepConfig, rows: int, **mesh_sizes):
+def stepper(cfg, options: TrainOptions, rows: int, **mesh_sizes):
     mesh = make_mesh(**mesh_sizes)
     shapes = state_shapes(cfg, mesh, SGD, rows, WINDOW)
     step = make_train_step(options, cfg, mesh, SGD, optax.constant_schedule(1.0), shapes)
@@ -60,7 +61,7 @@ def batch_of(segment_ids: np.ndarray, seed: int = 0) -> Batch:
         tokens=random.integers(0, VOCABULARY, shape).astype(np.int32),
         targets=random.integers(0, VOCABULARY, shape).astype(np.int32),
         segment_ids=segment_ids.astype(np.int32),
-        positions=np.zeros(shape, np.int32),
+        positions=None,
         loss_weights=weights,
         target_bytes=3 * weights.astype(np.int32),
         continues=np.zeros(shape[:2], bool),
@@ -133,13 +134,14 @@ def long_and_windows(windows: int, length: int) -> tuple[Batch, Batch]:
     def cut(x):
         return np.moveaxis(x[0].reshape(2, windows, length), 1, 0)
 
-    fields = {name: cut(value) for name, value in long._asdict().items() if name != "continues"}
+    names = set(long._fields) - {"continues", "positions"}
+    fields = {name: cut(getattr(long, name)) for name in names}
     ids = fields["segment_ids"]
     # Numbers of segments begin at 1 in every row.
     fields["segment_ids"] = ids - ids[:, :, :1] + 1
     continues = np.ones((windows, 2), bool)
     continues[0] = False
-    return long, Batch(**fields, continues=continues)
+    return long, Batch(**fields, positions=None, continues=continues)
 
 
 @pytest.mark.parametrize("context", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 4])
@@ -250,5 +252,5 @@ def test_evaluation_is_the_same_mean_over_all_batches():
 
 def test_attention_sees_so_many_keys():
     ids = np.stack([row((1, 3), (2, 2), (0, 59)), row((1, 64))])[None]
-    metrics, _, _ = run(dataclasses.replace(ONE, pattern=("attention",)), batch_of(ids))
+    metrics, _, _ = run(dataclasses.replace(ONE, pattern="attention"), batch_of(ids))
     assert metrics["attended"] == (1 + 2 + 3) + (1 + 2) + 64 * 65 / 2

@@ -67,8 +67,8 @@ class Writers:
         if self._primary:
             self._event(step, summary=text(tag, content))
 
-    def say(self, line: str) -> None:
-        """A line for the user, beside the bar where there is one."""
+    def log(self, line: str) -> None:
+        """A line for the user, above the progress bar where there is one."""
         if not self._primary:
             return
         if self._bar is not None:

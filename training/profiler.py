@@ -14,12 +14,12 @@ class Profiler:
 
     Args:
         workdir: the trace goes below its TensorBoard folder.
-        start: first step to trace; 0: none. steps: steps a trace. say: takes a line for the user.
+        start: first step to trace; 0: none. steps: steps a trace. log: takes a line for the user.
     """
 
-    def __init__(self, workdir: str, start: int, steps: int, say: Callable[[str], None]):
+    def __init__(self, workdir: str, start: int, steps: int, log: Callable[[str], None]):
         self._folder = os.path.join(workdir, TENSORBOARD)
-        self._start, self._steps, self._say = start, steps, say
+        self._start, self._steps, self._log = start, steps, log
         self._last: int | None = None  # last step of the trace that is running
 
     def before(self, step: int, asked: bool) -> None:
@@ -44,5 +44,5 @@ class Profiler:
         """Ends a trace that is running and says where it is."""
         if self._last is not None:
             jax.profiler.stop_trace()
-            self._say(f"profile of {self._steps} steps: {self._folder}/plugins/profile")
+            self._log(f"profile of {self._steps} steps: {self._folder}/plugins/profile")
             self._last = None

@@ -10,7 +10,7 @@ import psutil
 
 from errors import RunError
 from model.config import ModelConfig
-from model.flops import attention_flops_per_token, train_flops_per_token
+from model.flops import key_flops_per_token, train_flops_per_token
 
 # Peak bf16 FLOP/s of a JAX device by `device_kind`: a chip, on v7x one of its two cores.
 # Google Cloud's TPU pages, "System architecture", one a generation; NVIDIA's data sheets, dense.
@@ -27,6 +27,9 @@ PEAK_FLOPS = {
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
 }
+
+
+Numbers = dict[str, Any]  # a finished step's metrics on the host: float, int and bool by name
 
 
 class NonFiniteError(RunError):
@@ -65,7 +68,7 @@ class Meter:
     ):
         self._slots = slots
         self.flops_per_token = train_flops_per_token(cfg)
-        self._flops_per_key = attention_flops_per_token(cfg, 1.0)
+        self._flops_per_key = key_flops_per_token(cfg, 1.0)
         self._compiled_peak = compiled_peak
         self._skip_nonfinite = skip_nonfinite
         self._interval = Interval()
@@ -76,7 +79,7 @@ class Meter:
         """The device is idle from here on: the next step's time counts from now."""
         self._done = time.monotonic()
 
-    def finish(self, step: int, metrics: dict[str, jax.Array], data_wait: float) -> dict[str, Any]:
+    def finish(self, step: int, metrics: dict[str, jax.Array], data_wait: float) -> Numbers:
         """Waits for a step and returns its numbers, on the host.
 
         Raises:
@@ -96,7 +99,7 @@ class Meter:
         self._done = now
         return numbers
 
-    def report(self, numbers: dict[str, Any]) -> dict[str, float]:
+    def report(self, numbers: Numbers) -> dict[str, float]:
         """The last step's learning numbers, and speed over the steps since the last report."""
         values = {
             f"learning/{name}": numbers[name]

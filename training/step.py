@@ -3,7 +3,6 @@
 Axes: W window, B row, T token, A part of the rows (accumulation).
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -14,32 +13,20 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.batch import Batch
+from model.axes import CONTEXT, MESH_AXES, ROWS
 from model.config import ModelConfig
 from model.decoder import carry_shardings, forward
+from model.flops import key_flops_per_token
 from model.loss import LossSums, loss_sums
-from model.sharding import CONTEXT, MESH_AXES, ROWS
+from training.options import TrainOptions
 from training.state import TrainState
 
 LN2 = math.log(2.0)
 Metrics = dict[str, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class StepConfig:
-    """The part of `config.train` that a step is made of; see configs/base.py."""
-
-    grad_accum_steps: int = 1
-    z_loss: float = 0.0
-    skip_nonfinite: bool = False
-    spike_deviations: float = 0.0
-
-    @property
-    def may_skip(self) -> bool:
-        return self.skip_nonfinite or self.spike_deviations > 0
-
-
 def make_train_step(
-    options: StepConfig,
+    options: TrainOptions,
     cfg: ModelConfig,
     mesh: Mesh,
     optimizer: optax.GradientTransformation,
@@ -53,18 +40,16 @@ def make_train_step(
 
     batch: [W, B, T]; the gradient flows back through all W windows. votes: int32 [devices], each
     process's wish to stop; metrics["stop"] is their maximum, so that all processes hear of one wish
-    at the same step. metrics: float32 and int32 scalars, whole on every device.
+    at the same step. metrics: float32 and int32 scalars, whole on every device; those of layers are
+    means over windows and parts, under the names that the decoder gives them.
     """
 
     where = jax.tree.map(lambda x: x.sharding, shapes)
 
     def step(state: TrainState, batch: Batch, votes: jax.Array) -> tuple[TrainState, Metrics]:
         total = jnp.maximum(jnp.sum(batch.loss_weights), 1.0)
-        grads, (nll, z), carry = _gradients(options, cfg, mesh, state, batch, total)
+        grads, (nll, z), reported, carry = _gradients(options, cfg, mesh, state, batch, total)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        # Gathered before they are added, which happens in place: what XLA gathers into a result it
-        # copies there, and all gathered parameters would exist twice at the step's end.
-        updates = jax.lax.with_sharding_constraint(updates, where.params)
         done = state._replace(
             params=optax.apply_updates(state.params, updates), opt_state=opt_state, carry=carry
         )
@@ -87,7 +72,7 @@ def make_train_step(
             "steps_skipped": done.skipped,
             "stop": jnp.max(votes),
         }
-        return done, metrics
+        return done, reported | metrics
 
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.jit(step, donate_argnums=0, out_shardings=(where, whole))
@@ -100,7 +85,7 @@ def make_eval_step(cfg: ModelConfig, mesh: Mesh) -> Any:
     """
 
     def step(params: Any, carry: Any, batch: Batch) -> tuple[Any, Metrics]:
-        carry, (nll, _) = _windows(cfg, mesh, params, batch, carry)
+        carry, ((nll, _), _) = _windows(cfg, mesh, params, batch, carry)
         return carry, {
             "nll": nll,
             "weight": jnp.sum(batch.loss_weights),
@@ -126,7 +111,9 @@ def make_votes(mesh: Mesh) -> tuple[jax.Array, jax.Array]:
     return vote(0), vote(1)
 
 
-def batch_shapes(mesh: Mesh, windows: int, rows: int, length: int) -> Batch:
+def batch_shapes(
+    mesh: Mesh, windows: int, rows: int, length: int, positions: bool = False
+) -> Batch:
     """A batch's shapes, types and shardings; nothing is read."""
 
     def array(shape, dtype, *spec):
@@ -141,37 +128,38 @@ def batch_shapes(mesh: Mesh, windows: int, rows: int, length: int) -> Batch:
         tokens=number,
         targets=number,
         segment_ids=number,
-        positions=number,
+        positions=number if positions else None,
         loss_weights=tokens(jnp.float32),
         target_bytes=number,
         continues=array((windows, rows), jnp.bool_, None, ROWS),
     )
 
 
-def _gradients(options: StepConfig, cfg, mesh: Mesh, state: TrainState, batch: Batch, total):
-    """(gradient of the summed loss over `total`, LossSums, new carry), over all rows.
+def _gradients(options: TrainOptions, cfg, mesh: Mesh, state: TrainState, batch: Batch, total):
+    """(gradient of the summed loss over `total`, LossSums, layers' metrics, new carry), over all
+    rows.
 
     Rows are cut into `grad_accum_steps` parts, each taking some rows of every rank. The parts'
     losses are divided by the whole step's weight, so their gradients add up to that of all rows.
     """
 
     def loss(params, carry, batch):
-        carry, sums = _windows(cfg, mesh, params, batch, carry)
-        return (sums.nll + options.z_loss * sums.z) / total, (sums, carry)
+        carry, (sums, reported) = _windows(cfg, mesh, params, batch, carry)
+        return (sums.nll + options.z_loss * sums.z) / total, (sums, reported, carry)
 
     gradient = jax.grad(loss, has_aux=True)
     if options.grad_accum_steps == 1:
-        grads, (sums, carry) = gradient(state.params, state.carry, batch)
-        return grads, sums, carry
+        grads, (sums, reported, carry) = gradient(state.params, state.carry, batch)
+        return grads, sums, reported, carry
 
     def add(so_far, part):
-        grads, (sums, carry) = gradient(state.params, *part)
-        return jax.tree.map(jnp.add, so_far, (grads, sums)), carry
+        grads, (sums, reported, carry) = gradient(state.params, *part)
+        return jax.tree.map(jnp.add, so_far, (grads, sums)), (reported, carry)
 
     zeros = jax.tree.map(jnp.zeros_like, (state.params, LossSums(jnp.float32(0), jnp.float32(0))))
     parts = jax.tree.map(lambda x: _split_rows(x, options.grad_accum_steps), (state.carry, batch))
-    (grads, sums), carry = jax.lax.scan(add, zeros, parts)
-    return grads, sums, jax.tree.map(_join_rows, carry)
+    (grads, sums), (reported, carry) = jax.lax.scan(add, zeros, parts)
+    return grads, sums, jax.tree.map(jnp.mean, reported), jax.tree.map(_join_rows, carry)
 
 
 def _split_rows(x: jax.Array, parts: int) -> jax.Array:
@@ -187,25 +175,26 @@ def _join_rows(x: jax.Array) -> jax.Array:
 
 
 def _windows(cfg: ModelConfig, mesh: Mesh, params, batch: Batch, carry):
-    """(new carry, LossSums) over the windows of a batch, one after another.
+    """(new carry, (LossSums, layers' metrics)) over the windows of a batch, one after another.
 
     Each window is rematerialised: between windows only the carry is kept for the gradient.
     """
 
     def window(carry, batch: Batch):
-        hidden, carry = forward(
+        hidden, carry, reported = forward(
             params, cfg, batch.tokens, batch.segment_ids, batch.continues, carry, mesh
         )
         sums = loss_sums(params, cfg, hidden, batch.targets, batch.loss_weights, mesh)
-        return carry, sums
+        return carry, (sums, reported)
 
     if batch.tokens.shape[0] == 1:
         return window(carry, jax.tree.map(lambda x: x[0], batch))
-    carry, sums = jax.lax.scan(jax.checkpoint(window, prevent_cse=False), carry, batch)
-    return carry, jax.tree.map(jnp.sum, sums)
+    carry, (sums, reported) = jax.lax.scan(jax.checkpoint(window, prevent_cse=False), carry, batch)
+    # A window's metrics are [W] here, and the sum of its losses.
+    return carry, (jax.tree.map(jnp.sum, sums), jax.tree.map(jnp.mean, reported))
 
 
-def _is_spike(options: StepConfig, state: TrainState, loss: jax.Array) -> jax.Array:
+def _is_spike(options: TrainOptions, state: TrainState, loss: jax.Array) -> jax.Array:
     """Whether the loss is far above the last losses; never before the window is full."""
     if not options.spike_deviations:
         return jnp.bool_(False)
@@ -215,8 +204,8 @@ def _is_spike(options: StepConfig, state: TrainState, loss: jax.Array) -> jax.Ar
 
 
 def _attended(cfg: ModelConfig, segment_ids: jax.Array) -> jax.Array:
-    """Keys that a step's real tokens see in an attention layer, float32; 0 without attention."""
-    if "attention" not in cfg.pattern:
+    """Keys that a step's real tokens see in an attention layer, float32; 0 without such layers."""
+    if not key_flops_per_token(cfg, 1.0):
         return jnp.float32(0)
     place = jnp.arange(segment_ids.shape[-1])
     begins = segment_ids != jnp.roll(segment_ids, 1, axis=-1)

@@ -24,7 +24,7 @@ from model.convert import (
     tensors,
     zero_tensors,
 )
-from model.sharding import param_shardings, param_specs
+from model.params import param_shardings, param_specs
 from training.state import flatten, unflatten
 
 FLOAT32 = np.dtype(np.float32)

@@ -39,6 +39,7 @@ def kda(
     scale: float | None = None,
     axis_name: str | None = None,
     state_policy: str = "remat",
+    rank_io_in_vmem: bool = True,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Kimi Delta Attention: S <- Diag(exp(a)) S; S <- S + beta k (v - k^T S)^T; o = scale S^T q.
@@ -63,6 +64,9 @@ def kda(
         axis_name: the mesh axis over which T is split; the call then stands inside `jax.shard_map`.
             Inputs without a T axis are the same on its ranks, and so is the returned state.
         state_policy: "remat" rebuilds in the backward what "save" keeps from the forward.
+        rank_io_in_vmem: False keeps every array that the TPU kernels exchange with XLA in HBM. By
+            default some are placed in VMEM where tokens are split over ranks, they fit, and a
+            device has one TensorCore.
         implementation: None chooses by device (see `kernels.select`); "mosaic_tpu", "chunked" or
             "recurrent" run or raise.
 
@@ -94,6 +98,7 @@ def kda(
         final_state=final,
         state_policy=StatePolicy(state_policy),
         max_segments=segments.max_segments if final is FinalState.ALL else None,
+        rank_io_in_vmem=rank_io_in_vmem,
     )
     if a_log is not None:
         a_log = a_log.astype(jnp.float32)

@@ -70,7 +70,7 @@ class Operands(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    out: Any  # [heads, T, V], in VMEM with plan.near
+    out: Any  # [heads, T, V], in VMEM with plan.rank_io_in_vmem
     states: Any  # V // C arrays [heads, T, K]: rows v = C j .. of chunk n's entry state at C n
     matrices: Any  # [heads, T, 2C]: of pair p, A' = A diag(beta) at 2p and Aqk A' at 2p + 1
     vn: Any  # [heads, T, V], or None
@@ -117,7 +117,7 @@ def _output_shapes(plan: Plan, operands: Operands) -> Outputs:
     wanted = plan.problem.final_state
     out = jax.typeof(operands.v)  # which has out's shape and dtype
     return Outputs(
-        out=out.update(memory_space=pltpu.VMEM) if plan.near else like((h, t, v)),
+        out=out.update(memory_space=pltpu.VMEM) if plan.rank_io_in_vmem else like((h, t, v)),
         states=tuple(like((h, t, k)) for _ in range(v // C)),
         matrices=like((h, t, 2 * C)),
         vn=like((h, t, v)) if save else None,

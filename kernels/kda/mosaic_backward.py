@@ -79,7 +79,7 @@ def backward_operands(
         coords=None,
     )
     operands = vary(operands, varying_axes(operands))
-    if plan.near:
+    if plan.rank_io_in_vmem:
         d_out = pltpu.with_memory_space_constraint(operands.d_out, pltpu.VMEM)
         operands = operands._replace(d_out=d_out)
     # The coordinates vary over all mesh axes, the gradients only where these operands do.

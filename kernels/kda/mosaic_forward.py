@@ -30,7 +30,7 @@ from kernels.segments import Segments
 
 UNITS = 16  # head pairs x chunks in lockstep: enough to hide a product's latency, see NOTES.md
 WAVE = 4  # head pairs in lockstep where states pass between ranks: a message is theirs
-NEAR = 4  # out stands in VMEM if it takes 1 / NEAR of it or less; v7x: 16 MiB
+RANK_IO_SHARE = 4  # out is placed in VMEM if it takes 1 / RANK_IO_SHARE of it or less; v7x: 16 MiB
 
 
 def forward(problem: Problem, inputs: Inputs, segments: Segments):
@@ -59,8 +59,7 @@ def plan_forward(problem: Problem, inputs: Inputs) -> Plan:
     waves = line is not None and not pieces
     vmem, values = vmem_bytes(), round_up(inputs.v.shape[-1], LANES)
     out_bytes = total * length * values * inputs.q.dtype.itemsize
-    # Only where XLA would copy; the interpreter knows no arrays in VMEM outside of kernels.
-    near = line is not None and out_bytes * NEAR <= vmem and pltpu.is_tpu_device()
+    in_vmem = _rank_io_in_vmem(problem, out_bytes)
     return Plan(
         problem=problem,
         heads=total,
@@ -75,11 +74,24 @@ def plan_forward(problem: Problem, inputs: Inputs) -> Plan:
         slots=slots + 1 if pieces else slots,
         pieces=pieces,
         line=line,
-        near=near,
-        vmem_limit=vmem * 7 // 8 - (out_bytes if near else 0),
+        rank_io_in_vmem=in_vmem,
+        vmem_limit=vmem * 7 // 8 - (out_bytes if in_vmem else 0),
         wave=largest_divisor(group, WAVE) if waves else 0,
         wave_chunks=largest_divisor(length // C, 4) if waves else 1,
     )
+
+
+def _rank_io_in_vmem(problem: Problem, out_bytes: int) -> bool:
+    """Whether XLA may hold out (and d_out with d decay) in VMEM outside the kernels.
+
+    Only between ranks, where XLA would otherwise copy them within HBM. Never on devices with two
+    TensorCores (v4, v5p): the kernel writes one core's VMEM, and XLA's next operation would read
+    stale data from the other's. The interpreter has no VMEM outside kernels.
+    """
+    if problem.axis_name is None or not problem.rank_io_in_vmem or not pltpu.is_tpu_device():
+        return False
+    one_core = pltpu.get_tpu_info().num_cores == 1
+    return one_core and out_bytes * RANK_IO_SHARE <= vmem_bytes()
 
 
 def forward_operands(plan: Plan, inputs: Inputs, segments: Segments) -> Operands:

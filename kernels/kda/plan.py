@@ -35,7 +35,7 @@ class Plan:
     slots: int
     pieces: bool
     line: Line | None
-    near: bool  # out, and d_out with d decay, stand in VMEM outside the kernels, too
+    rank_io_in_vmem: bool  # XLA too holds out, and d_out with d decay, in VMEM
     vmem_limit: int
     wave: int = 0  # pairs in lockstep in a state pass of its own; 0: fused with the local work
     wave_chunks: int = 1  # chunks a step of that pass

@@ -50,6 +50,7 @@ class Problem:
 
     axis_name is None where the context axis is absent or has one rank. lower_bound is set for
     Gate.BOUNDED only. max_segments is the bound given to `plan_segments`, set for FinalState.ALL.
+    rank_io_in_vmem allows the TPU kernels to place arrays of a context rank in VMEM.
     """
 
     gate: Gate
@@ -60,6 +61,7 @@ class Problem:
     final_state: FinalState
     state_policy: StatePolicy
     max_segments: int | None
+    rank_io_in_vmem: bool = True
 
 
 class Inputs(NamedTuple):

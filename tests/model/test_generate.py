@@ -24,7 +24,7 @@ def whole(params, tokens: np.ndarray) -> np.ndarray:
     mesh = make_mesh()
     ids = jnp.ones((1, len(tokens)), jnp.int32)
     start = jnp.zeros(1, bool)
-    hidden, _ = forward(params, CFG, tokens[None], ids, start, init_carry(CFG, 1), mesh)
+    hidden, _, _ = forward(params, CFG, tokens[None], ids, start, init_carry(CFG, 1), mesh)
     return np.asarray(logits(params, CFG, hidden, mesh))[0]
 
 

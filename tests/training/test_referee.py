@@ -39,7 +39,7 @@ def test_transformers_has_our_logits(tmp_path, cfg):
     subprocess.run(arguments, check=True, env=env, timeout=300)
     ids = jnp.ones(tokens.shape, jnp.int32)
     arrays = jnp.asarray(tokens, jnp.int32), ids, jnp.zeros(2, bool), init_carry(cfg, 2)
-    hidden, _ = forward(params, cfg, *arrays, make_mesh())
+    hidden, _, _ = forward(params, cfg, *arrays, make_mesh())
     ours = np.asarray(logits(params, cfg, hidden, make_mesh()))
     error, _ = worst_error(ours, np.load(tmp_path / "logits.npy"))
     print(f"relative RMS error of the logits: {error:.1e}")

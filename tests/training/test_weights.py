@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints.safetensors_io import Reader, Spec, WeightsError, Writer
 from model.convert import FORMATS, ConvertError
-from model.sharding import param_shardings
+from model.params import param_shardings
 from tests.model_cases import KDA, MIXED, make_mesh, make_params
 from training.state import flatten
 from training.weights import SpecialTokens, read_folder, write_folder

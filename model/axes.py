@@ -1,0 +1,114 @@
+"""Mesh axes, what is cut along them, and `ParamSpec`, the description of one parameter.
+
+Mesh axes: "data" and "fsdp" divide rows, "context" tokens, "tensor" heads, FFN columns and the
+vocabulary. Parameters are divided over "tensor" along heads, FFN and vocabulary, and matrices over
+"fsdp" and "context" along the first axis that divides; they are whole on every "data" rank.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+DATA, FSDP, CONTEXT, TENSOR = MESH_AXES = ("data", "fsdp", "context", "tensor")
+ROWS = (DATA, FSDP)
+TOKENS = (*ROWS, CONTEXT)
+TOKEN_SPEC = PartitionSpec(ROWS, CONTEXT)  # [B, T] and [B, T, D]
+
+Tree = Any  # a pytree; JAX has no public type for one
+Arrays = dict[str, Any]  # a pytree of arrays whose root is a dict
+Specs = Mapping[str, Any]  # a pytree of ParamSpec whose root is a dict
+
+AT_REST = (FSDP, CONTEXT)  # mesh axes that divide matrices where they are kept, not where used
+_TENSOR_AXES = ("vocab", "heads", "ffn")  # divided over "tensor": the first that a parameter has
+_INNER_AXES = ("width", "gate_rank")  # a parameter with one of these is a matrix
+
+Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
+
+
+class MeshNeed(NamedTuple):
+    """A mesh axis must divide the size of an option of config.model."""
+
+    axis: str
+    option: str
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One parameter. All are float32; they are cast where they are used.
+
+    Attributes:
+        shape: elements along each axis. axes: what each axis is: "repeats", "width", "gate_rank",
+            "vocab", "heads", "ffn", or "whole", which is never divided.
+        init: (key, shape) -> float32 array. decays: weight decay applies.
+        cast: layers use it in the compute dtype; the others stay float32.
+        muon: the last two axes are a matrix (input, output) that Muon may orthogonalise; a leading
+            "repeats" axis stacks such matrices.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    init: Init
+    decays: bool
+    cast: bool
+    muon: bool
+
+    @property
+    def use_partition(self) -> PartitionSpec:
+        """How it is divided where it is used: over tensor only."""
+        named = [axis for axis in self.axes if axis in _TENSOR_AXES][:1]
+        return PartitionSpec(*(TENSOR if axis in named else None for axis in self.axes))
+
+    def partition(self, mesh: Mesh) -> PartitionSpec:
+        """How it is divided at rest: a matrix over fsdp and context, too.
+
+        Along one axis if one is divisible by both, trying the residual width first; otherwise along
+        an axis each. It is whole over a mesh axis that divides none. Small parameters stay whole.
+        """
+        if not any(axis in _INNER_AXES for axis in self.axes):
+            return self.use_partition
+        divided: list[tuple[str, ...]] = [(axis,) if axis else () for axis in self.use_partition]
+        if not self._divide(divided, AT_REST, mesh):
+            for axis in AT_REST:
+                self._divide(divided, (axis,), mesh)
+        return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in divided))
+
+    def _divide(self, divided: list[tuple[str, ...]], axes: tuple[str, ...], mesh: Mesh) -> bool:
+        """Adds mesh axes to the first axis that is divisible by them; whether there is one."""
+        candidates = [n for n, axis in enumerate(self.axes) if axis != "repeats"]
+        for n in sorted(candidates, key=lambda n: self.axes[n] not in _INNER_AXES):
+            if self.shape[n] % math.prod(mesh.shape[axis] for axis in (*divided[n], *axes)) == 0:
+                divided[n] += axes
+                return True
+        return False
+
+
+def matrix(
+    shape: tuple[int, ...], axes: tuple[str, ...], std: float, *, muon: bool = True
+) -> ParamSpec:
+    """A matrix, normal with this standard deviation; it decays and is cast."""
+
+    def init(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return std * jax.random.normal(key, shape, jnp.float32)
+
+    return ParamSpec(shape, axes, init, decays=True, cast=True, muon=muon)
+
+
+def vector(shape: tuple[int, ...], axes: tuple[str, ...], init: Init) -> ParamSpec:
+    """A parameter that neither decays nor is cast."""
+    return ParamSpec(shape, axes, init, decays=False, cast=False, muon=False)
+
+
+def gain(size: int) -> ParamSpec:
+    """The gain of a norm, ones."""
+    return vector((size,), ("whole",), lambda key, shape: jnp.ones(shape, jnp.float32))
+
+
+def matrix_flops(specs: Tree) -> float:
+    """Forward FLOPs a token of multiplying with every matrix of a tree of `ParamSpec`."""
+    return 2.0 * sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs) if spec.cast)

@@ -1,0 +1,66 @@
+"""What a mixer is. Each is a module in this package; registry.py has its one line.
+
+Axes: B row, T token, D residual width.
+"""
+
+from typing import NamedTuple, Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from kernels.segments import Segments
+from model.axes import Arrays, MeshNeed, Specs, Tree
+from model.config import ModelConfig
+
+Metrics = dict[str, jax.Array]  # float32 scalars by name
+
+
+class RowPlan(NamedTuple):
+    """What a batch's rows mean for every layer; depends on the ids and flags alone.
+
+    segments: see kernels.segments. continues: [B] bool, the row's first segment continues from the
+    carry. has_tokens: [B] bool, the row is not all padding.
+    """
+
+    segments: Segments
+    continues: jax.Array
+    has_tokens: jax.Array
+
+
+class Mixer(Protocol):
+    """A layer that mixes tokens of a segment; a module with these functions and this constant."""
+
+    READS_POSITIONS: bool
+    """Whether `forward` needs each token's place in its document."""
+
+    def param_specs(self, cfg: ModelConfig) -> Specs:
+        """The parameters of one layer, by name."""
+
+    def init_carry(self, cfg: ModelConfig, rows: int) -> Arrays:
+        """The carry of one layer and `rows` streams before their first token; {}: none."""
+
+    def carry_specs(self, cfg: ModelConfig) -> Tree:
+        """Tree of `PartitionSpec` of the same structure."""
+
+    def forward(
+        self,
+        params: Arrays,
+        cfg: ModelConfig,
+        x: jax.Array,
+        plan: RowPlan,
+        carry: Arrays,
+        mesh: Mesh,
+    ) -> tuple[jax.Array, Arrays, Metrics]:
+        """Mixes x [B, T, D] -> (y [B, T, D] in x's dtype, the new carry, metrics).
+
+        params: matrices in the compute dtype, gathered over fsdp; the others float32.
+        """
+
+    def flops_per_token(self, cfg: ModelConfig) -> float:
+        """Forward FLOPs of one layer a token, but for what grows with the number of keys seen."""
+
+    def flops_per_key(self, cfg: ModelConfig) -> float:
+        """Forward FLOPs of one layer a token and key seen."""
+
+    def mesh_needs(self, cfg: ModelConfig) -> list[MeshNeed]:
+        """Sizes that mesh axes must divide."""

@@ -1,0 +1,130 @@
+"""The table of parameters, collected from the layers that declare them.
+
+One `ParamSpec` a parameter: its shape, what each axis means, how it starts, whether it decays and
+whether Muon may take it. Initial values, shardings and the optimizer's masks are all read from this
+table, so that none of them can miss a parameter.
+"""
+
+import dataclasses
+import functools
+import math
+import zlib
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from model.axes import Arrays, ParamSpec, Specs, Tree, gain, matrix
+from model.config import ModelConfig
+from model.ffn import feed_forwards_of
+from model.mixers.registry import mixers_of
+
+
+def param_specs(cfg: ModelConfig) -> Specs:
+    """The table: a tree of `ParamSpec`, of the same structure as the parameters.
+
+    "blocks" is a tuple over the pattern's positions; its leaves are stacked over repeats, [R, ...].
+    """
+    specs = {
+        "embedding": _embedding(cfg),
+        "blocks": tuple(_stacked(cfg.num_repeats, specs) for specs in block_specs(cfg)),
+        "final_norm": gain(cfg.d_model),
+    }
+    if not cfg.tie_embeddings:
+        shape = (cfg.d_model, cfg.padded_vocab_size)
+        specs["head"] = matrix(shape, ("width", "vocab"), cfg.init_std, muon=False)
+    return specs
+
+
+def init_params(cfg: ModelConfig, key: jax.Array) -> Arrays:
+    """Initial parameters, float32; jit it with `param_shardings`.
+
+    The same on every mesh, but for a float32 rounding or two.
+
+    A parameter's key is made from its name: a parameter added elsewhere leaves the others alone.
+    """
+
+    def start(path, spec: ParamSpec) -> jax.Array:
+        name = zlib.crc32(jax.tree_util.keystr(path).encode())
+        return spec.init(jax.random.fold_in(key, name), spec.shape)
+
+    return jax.tree_util.tree_map_with_path(start, param_specs(cfg))
+
+
+def param_shardings(cfg: ModelConfig, mesh: Mesh) -> Tree:
+    """Tree of `NamedSharding`, one a parameter."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec.partition(mesh)), param_specs(cfg))
+
+
+def use_params(params: Tree, specs: Tree, cfg: ModelConfig, mesh: Mesh) -> Tree:
+    """Parameters as layers use them: cast, then gathered over fsdp and context.
+
+    The constraint is explicit because the compiler might otherwise divide a product's sum over
+    fsdp, whose ranks hold different rows. The gradients are scattered the same way.
+    """
+
+    def use(spec: ParamSpec, param: jax.Array) -> jax.Array:
+        param = param.astype(cfg.compute_dtype) if spec.cast else param
+        kept, used = spec.partition(mesh), spec.use_partition
+        return _gather(NamedSharding(mesh, kept), NamedSharding(mesh, used), param)
+
+    return jax.tree.map(use, specs, params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(kept: NamedSharding, used: NamedSharding, param: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(param, used)
+
+
+def _gather_forward(kept, used, param):
+    return _gather(kept, used, param), None
+
+
+def _gather_backward(kept, used, _, gradient):
+    """Constrained as it is kept, so that the compiler sums it by a reduce-scatter."""
+    return (jax.lax.with_sharding_constraint(gradient, kept),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def decay_mask(cfg: ModelConfig) -> Tree:
+    """Tree of bool: whether weight decay applies."""
+    return jax.tree.map(lambda spec: spec.decays, param_specs(cfg))
+
+
+def muon_mask(cfg: ModelConfig) -> Tree:
+    """Tree of bool: whether the last two axes are a matrix that Muon may take."""
+    return jax.tree.map(lambda spec: spec.muon, param_specs(cfg))
+
+
+def param_count(cfg: ModelConfig) -> int:
+    """Number of parameters, the vocabulary's padding included."""
+    return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(cfg)))
+
+
+def block_specs(cfg: ModelConfig) -> tuple[Specs, ...]:
+    """The tables of the blocks of one repeat, not stacked."""
+    return tuple(
+        {
+            "mixer_norm": gain(cfg.d_model),
+            "mixer": mixer.param_specs(cfg),
+            "ffn_norm": gain(cfg.d_model),
+            "ffn": ffn.param_specs(cfg),
+        }
+        for mixer, ffn in zip(mixers_of(cfg), feed_forwards_of(cfg), strict=True)
+    )
+
+
+def _stacked(repeats: int, tree: Specs) -> Specs:
+    def stack(spec: ParamSpec) -> ParamSpec:
+        shape, axes = (repeats, *spec.shape), ("repeats", *spec.axes)
+        return dataclasses.replace(spec, shape=shape, axes=axes)
+
+    return jax.tree.map(stack, tree)
+
+
+def _embedding(cfg: ModelConfig) -> ParamSpec:
+    """Stays float32 where it is read, so that a frequent token's gradients add up in float32."""
+    shape = (cfg.padded_vocab_size, cfg.d_model)
+    spec = matrix(shape, ("vocab", "width"), cfg.init_std, muon=False)
+    return dataclasses.replace(spec, cast=False)

@@ -1,0 +1,622 @@
+"""The loader: placed on the mesh, ended, saved, resumed, shared out among processes."""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import psutil
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from data import readers, stream
+from data.batch import Batch
+from data.documents import DocumentSource
+from data.loader import Loader, make_loader
+from data.options import DataConfig
+from data.packing import Record
+from data.pipeline import batches
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_mesh(data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
+    shape = (data, fsdp, context, tensor)
+    devices = np.asarray(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return Mesh(devices, ("data", "fsdp", "context", "tensor"))
+
+
+@pytest.fixture
+def config(tmp_path) -> DataConfig:
+    """Forty documents of 1 to 400 bytes, in rows of 64."""
+    generator = np.random.default_rng(0)
+    for number, size in enumerate(generator.integers(1, 400, 40)):
+        text = generator.integers(32, 126, size, dtype=np.uint8).tobytes()
+        (tmp_path / f"{number:02}.txt").write_bytes(text)
+    return DataConfig(
+        source="text",
+        path=str(tmp_path),
+        sequence_length=64,
+        global_batch_size=4,
+        eval_fraction=0.2,
+    )
+
+
+def change(config: DataConfig, **options) -> DataConfig:
+    return DataConfig(**{**config.__dict__, **options})
+
+
+def loader(config: DataConfig, split: str = "train", mesh: Mesh | None = None, **more) -> Loader:
+    return make_loader(
+        config, split=split, mesh=mesh or make_mesh(), seed=7, **{"positions": True, **more}
+    )
+
+
+def take(source: Loader, count: int) -> list[dict[str, list]]:
+    return [plain(next(source)) for _ in range(count)]
+
+
+def plain(batch: Batch) -> dict[str, list]:
+    fields = batch._asdict().items()
+    return {name: np.asarray(field).tolist() for name, field in fields if field is not None}
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 4), (2, 2, 2), (1, 1, 4)])
+@pytest.mark.parametrize("windows", [1, 3])
+def test_batches_lie_on_the_mesh(config, shape, windows):
+    """Sharded as said, and whatever the mesh the same as the host's own rows."""
+    mesh = make_mesh(*shape)
+    with loader(config, mesh=mesh, windows=windows) as placed:
+        corpus = placed._corpus
+        start = np.asarray([Record().to_ints()] * 4)
+        made = iter(
+            batches(
+                corpus,
+                config,
+                rows=list(range(4)),
+                records=start,
+                windows=windows,
+                workers=0,
+                positions=True,
+            )
+        )
+        for _ in range(3):
+            batch, expected = next(placed), next(made).batch
+            assert plain(batch) == plain(expected)
+            for name, field in batch._asdict().items():
+                spec = PartitionSpec(None, ("data", "fsdp"), "context")
+                if name == "continues":
+                    spec = PartitionSpec(None, ("data", "fsdp"))
+                else:
+                    assert field.shape == (windows, 4, 64)
+                assert field.sharding.spec == spec
+                assert field.sharding.mesh == mesh
+
+
+def test_positions_are_made_only_when_asked_for(config):
+    with loader(config, positions=False) as source, loader(config) as other:
+        batch, full = next(source), next(other)
+    assert batch.positions is None
+    assert plain(batch) == {k: v for k, v in plain(full).items() if k != "positions"}
+
+
+def test_targets_cross_ranks_and_rows(config):
+    """A rank's and a row's last token predict what comes next, wherever it lies."""
+    with loader(config, mesh=make_mesh(context=4)) as placed:
+        first, second = take(placed, 2)
+    crossing = 0
+    for row in range(4):
+        tokens = first["tokens"][0][row] + second["tokens"][0][row]
+        targets = first["targets"][0][row] + second["targets"][0][row]
+        weights = first["loss_weights"][0][row] + second["loss_weights"][0][row]
+        for place in (15, 31, 47, 63):
+            if tokens[place] != 257:
+                assert (targets[place], weights[place]) == (tokens[place + 1], 1.0)
+                crossing += 1
+            else:
+                assert (targets[place], weights[place]) == (0, 0.0)
+    assert crossing > 8
+
+
+@pytest.mark.parametrize("packing", ["stream", "whole"])
+def test_rows_of_a_single_text_file_differ(tmp_path, packing):
+    """Each row reads parts of its own: within an epoch no line is read twice."""
+    file = tmp_path / "input.txt"
+    text = b"".join(b"%07d\n" % number for number in range(64_000))
+    file.write_bytes(text)
+    options = DataConfig(
+        source="text", path=str(file), eval_path=str(file), global_batch_size=4, sequence_length=512
+    )
+    with loader(change(options, packing=packing)) as source:
+        made = [np.asarray(next(source).tokens)[0] for _ in range(100)]
+    for rows in made:
+        assert len({row.tobytes() for row in rows}) == 4
+    # The lines that lie whole in a row of a batch, which tells them apart in either packing.
+    parts = [bytes(row[row < 256].astype(np.uint8)).split(b"\n") for rows in made for row in rows]
+    lines = [line for part in parts for line in part[1:-1] if len(line) == 7]
+    assert len(lines) > 20_000
+    assert len(set(lines)) == len(lines)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_fewer_documents_than_rows_are_refused(tmp_path, count, shards):
+    """Where training has no end, as all rows would read the same."""
+    lines = [json.dumps({"text": f"{number} document "}) for number in range(count)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    options = DataConfig(
+        source="jsonl",
+        path=str(tmp_path / "a.jsonl"),
+        eval_path=str(tmp_path / "a.jsonl"),
+        sequence_length=8,
+        global_batch_size=4,
+    )
+    mesh = make_mesh(data=shards)
+    if count == 4:
+        with loader(options, mesh=mesh) as source:
+            assert len({tuple(row) for row in take(source, 1)[0]["tokens"][0]}) == 4
+        return
+    with pytest.raises(ValueError) as caught:
+        loader(options, mesh=mesh)
+    fewer = count // shards * shards
+    assert str(caught.value) == (
+        "config.data.global_batch_size=4: needs at least as many training documents, or rows would "
+        f"read the same text at the same steps; there {'are 3' if count == 3 else 'is 1'}; "
+        + (f"try --config.data.global_batch_size={fewer}, or " if fewer else "")
+        + f"cut {'them' if count == 3 else 'it'} into more documents"
+    )
+    for made in (loader(change(options, epochs=1), mesh=mesh), loader(options, "eval", mesh=mesh)):
+        tokens = [np.count_nonzero(batch.segment_ids) for batch in made]
+        assert sum(tokens) == count * (len("0 document ") + 2)
+    if fewer:
+        loader(change(options, global_batch_size=fewer), mesh=mesh).close()
+
+
+def test_empty_documents_do_not_count_for_rows(config):
+    for file in sorted(Path(config.path).iterdir())[2:]:
+        file.write_bytes(b"")
+    with pytest.raises(
+        ValueError, match=r"there are 2; try --config\.data\.global_batch_size=2, or cut"
+    ):
+        loader(change(config, eval_path=config.path))
+
+
+@pytest.mark.parametrize("packing", ["stream", "whole"])
+def test_restored_anywhere_the_same_batches_follow(config, packing):
+    """From every position of two epochs, whatever ran ahead; the position is plain JSON."""
+    config = change(config, packing=packing, epochs=2, packing_bins=3)
+    states, made = [], []
+    with loader(change(config, prefetch=5)) as source:
+        for batch in source:
+            made.append(plain(batch))
+            states.append(json.loads(json.dumps(source.state())))
+        counts = source.counts()
+    assert len(made) > 40
+    assert len({json.dumps(batch) for batch in made}) == len(made)
+    with loader(change(config, prefetch=1)) as again:
+        for place in range(0, len(made), 7):
+            assert again.restore(states[place]) == ""
+            assert take(again, min(2, len(made) - place - 1)) == made[place + 1 : place + 3]
+        again.restore(states[9])
+        assert take(again, len(made) - 10) == made[10:]
+        assert again.state() == states[-1]
+        assert not list(again)
+        assert again.counts() == counts
+
+
+CHILD = """
+import json, sys
+sys.path.insert(0, {root!r})
+if __name__ == "__main__":
+    import hashlib, jax, numpy as np
+    from jax.sharding import Mesh
+    from data.loader import make_loader
+    from data.options import DataConfig
+    given = json.load(sys.stdin)
+    mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1, 1),
+                ("data", "fsdp", "context", "tensor"))
+    for options, state, count in given:
+        loader = make_loader(DataConfig(**options), split="train", mesh=mesh, seed=7, windows=2,
+                             positions=True)
+        loader.restore(state)
+        digests = []
+        for _ in range(count):
+            batch = next(loader)
+            digests.append(hashlib.sha256(b"".join(
+                np.asarray(field).tobytes() for field in batch)).hexdigest())
+        print(json.dumps([digests, loader.state()]))
+    # Left open: the thread and the workers must not keep the process from ending.
+"""
+
+
+def test_a_new_process_goes_on_with_workers(config):
+    """N batches here; n here and N - n in a new process with two workers; it ends by itself."""
+    given, expected = [], []
+    for packing in ("stream", "whole"):
+        options = change(config, packing=packing, epochs=3)
+        with loader(options, windows=2) as source:
+            take(source, 11)
+            state = source.state()
+            digests = [
+                hashlib.sha256(b"".join(np.asarray(f).tobytes() for f in batch)).hexdigest()
+                for batch in (next(source) for _ in range(15))
+            ]
+            expected.append([digests, source.state()])
+        # One of them is enough for workers: starting them takes most of this test's time.
+        workers = 2 if packing == "stream" else 0
+        given.append([change(options, workers=workers).__dict__, state, 15])
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD.format(root=str(ROOT))],
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert child.returncode == 0, child.stderr
+    assert [json.loads(line) for line in child.stdout.splitlines()] == expected
+    assert "Exception ignored" not in child.stderr
+
+
+def test_another_sequence_length_goes_on_with_the_same_tokens(config):
+    with loader(config) as source:
+        take(source, 5)
+        state = source.state()
+        rest = take(source, 4)
+    with loader(change(config, sequence_length=32)) as shorter:
+        assert shorter.restore(state) == ""
+        halves = take(shorter, 8)
+    for row in range(4):
+        long = [token for batch in rest for token in batch["tokens"][0][row]]
+        assert [token for batch in halves for token in batch["tokens"][0][row]] == long
+        assert halves[0]["continues"][0][row] == rest[0]["continues"][0][row]
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "can_go_on"),
+    [
+        (
+            {"global_batch_size": 2},
+            "config.data.global_batch_size: the saved data position is for 4, this run has 2",
+            True,
+        ),
+        ({"packing": "whole"}, "config.data.packing", False),
+        ({"eval_fraction": 0.5}, "config.data.path", True),
+        ({"eval_fraction": 0.5, "packing": "whole"}, "config.data.path", True),
+        ({"tokenizer": "words"}, "config.data.tokenizer", False),
+    ],
+)
+def test_a_position_of_other_data_is_refused(config, options, said, can_go_on):
+    """With going on as a way out only where that is one."""
+    with loader(config) as source:
+        next(source)
+        state = source.state()
+    if "tokenizer" in options:
+        state["data"]["tokenizer"] = "words"
+    given = change(config, **{k: v for k, v in options.items() if k != "tokenizer"})
+    other = loader(given)
+    with pytest.raises(ValueError) as caught:
+        other.restore(state)
+    assert str(caught.value).startswith(said)
+    assert ("continue" in str(caught.value)) == can_go_on
+    assert "set it back" in str(caught.value) and "start in a new --workdir" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with contextlib.nullcontext() if can_go_on else pytest.raises(ValueError, match=said):
+        assert loader(change(given, on_data_change="continue")).restore(state).startswith(said)
+    with pytest.raises(ValueError, match="version 9"):
+        other.restore({**state, "version": 9})
+
+
+def test_another_seed_is_refused(config):
+    with loader(config) as source:
+        next(source)
+        state = source.state()
+    with pytest.raises(ValueError, match=r"config\.train\.seed: .* 7, this run has 8"):
+        make_loader(config, split="train", mesh=make_mesh(), seed=8).restore(state)
+
+
+def test_going_on_with_other_rows_loses_nothing(config):
+    """Every token of the epoch once, through three numbers of rows and a restart in between."""
+    config = change(config, epochs=1, on_data_change="continue")
+    with loader(config) as source:
+        expected = sum(len(source.source[i].text) + 2 for i in range(len(source.source)))
+        made = take(source, 6)
+        state = source.state()
+    with loader(change(config, global_batch_size=2)) as source:
+        line = source.restore(state)
+        assert line.startswith(
+            "config.data.global_batch_size: the saved data position is for 4, this run has 2"
+        )
+        assert "assigned anew to 2 rows" in line and "\n" not in line
+        made += take(source, 5)
+        assert not np.any(made[6]["continues"])
+        state = source.state()
+    with loader(change(config, global_batch_size=2)) as source:
+        assert source.restore(state) == ""  # the same rows again: nothing to deal anew
+        made += take(source, 4)
+        state = source.state()
+    with loader(change(config, global_batch_size=3)) as source:
+        assert source.restore(state)
+        made += [plain(batch) for batch in source]
+        assert source.counts()["tokens"] == expected
+        assert source.counts()["documents"] == len(source.source)
+    assert sum(np.count_nonzero(batch["segment_ids"]) for batch in made) == expected
+    ends = sum(np.count_nonzero(np.asarray(batch["tokens"]) == 257) for batch in made)
+    assert ends == len(source.source)
+
+
+def test_going_on_with_other_documents_starts_them(config):
+    with loader(config) as source:
+        take(source, 9)
+        state = source.state()
+    other = loader(change(config, eval_fraction=0.5, on_data_change="continue"))
+    line = other.restore(state)
+    assert line.startswith("config.data.path: ") and "from their beginning" in line
+    fresh = loader(change(config, eval_fraction=0.5))
+    assert take(other, 3) == take(fresh, 3)
+    assert other.state()["batches"] == 12
+
+
+def test_evaluation_is_the_same_every_time(config):
+    config = change(config, packing="stream")
+    source = loader(config, "eval")
+    first = [plain(batch) for batch in source]
+    assert [plain(batch) for batch in source] == first
+    interrupted = iter(source)
+    next(interrupted)
+    assert [plain(batch) for batch in source] == first
+    other_seed = make_loader(
+        config, split="eval", mesh=make_mesh(context=2), seed=1, positions=True
+    )
+    assert [plain(batch) for batch in other_seed] == first
+    limited = loader(config, "eval", max_batches=2)
+    assert [plain(batch) for batch in limited] == first[:2]
+    held_out = sum(len(source.source[i].text) + 2 for i in range(len(source.source)))
+    assert sum(np.count_nonzero(batch["segment_ids"]) for batch in first) == held_out
+    assert np.any(np.asarray(first[-1]["segment_ids"])[..., -1] == 0)
+    for batch in first:
+        padded = np.asarray(batch["segment_ids"]) == 0
+        for name in ("tokens", "targets", "positions", "loss_weights", "target_bytes"):
+            assert not np.asarray(batch[name])[padded].any()
+
+
+def test_looking_ahead_moves_nothing(config):
+    """The position, the batches and the end are those of a loader that nobody asked."""
+    asked, other = (loader(change(config, epochs=1)) for _ in range(2))
+    batches = 0
+    for batch in other:
+        before = asked.state()
+        assert asked.has_more() and asked.has_more() and asked.state() == before
+        np.testing.assert_array_equal(next(asked).tokens, batch.tokens)
+        assert asked.state() == other.state()
+        batches += 1
+    assert batches > 3 and not asked.has_more() and not asked.has_more()
+    with pytest.raises(StopIteration):
+        next(asked)
+    assert asked.state() == other.state()
+
+
+def test_evaluation_of_a_mapped_end_is_that_of_one_read(tmp_path, monkeypatch):
+    """Batch by batch, restored as well, over cuts at lines and inside of them."""
+    monkeypatch.setattr(stream, "SPAN_BYTES", 100)
+    text = "".join("漢字 " * (i % 60) + "\n" for i in range(200)).encode()
+    (tmp_path / "book.txt").write_bytes(text)
+    config = DataConfig(source="text", path=str(tmp_path), eval_fraction=0.5, sequence_length=64)
+    made = []
+    for mapped in (len(text), 1000):
+        monkeypatch.setattr(readers, "_MAPPED_BYTES", mapped)
+        with loader(config, "eval") as source:
+            assert isinstance(source.source[0].text, bytes if mapped == len(text) else memoryview)
+            made.append([[plain(batch), source.state()] for batch in source])
+            source.restore(made[0][20][1])
+            assert take(source, 3) == [batch for batch, _ in made[0][21:24]]
+    assert made[0] == made[1]
+
+
+def test_training_ends_with_its_epochs(config):
+    """All tokens of two epochs, then the end, again and again; without epochs no end."""
+    source = loader(change(config, epochs=2))
+    tokens = sum(int(np.count_nonzero(batch.segment_ids)) for batch in source)
+    assert tokens == 2 * sum(len(source.source[i].text) + 2 for i in range(len(source.source)))
+    with pytest.raises(StopIteration):
+        next(source)
+    with loader(config) as endless:
+        passed = 0
+        while passed < 3 * tokens:
+            passed += int(np.count_nonzero(next(endless).segment_ids))
+        assert endless.counts()["padding"] == 0
+
+
+def test_what_was_met_is_counted(tmp_path):
+    contents = [b"x", b"", b"\xff\xfe!", b"long " * 40, b"fine", b"y", b"caf\xe9", b""]
+    for number, text in enumerate(contents):
+        (tmp_path / f"{number}.txt").write_bytes(text)
+    options = DataConfig(
+        source="text",
+        path=str(tmp_path),
+        eval_path=str(tmp_path),
+        sequence_length=32,
+        global_batch_size=2,
+        epochs=1,
+    )
+    for packing in ("stream", "whole"):
+        source = loader(change(options, packing=packing))
+        places = sum(batch.tokens.size for batch in source)
+        counts = source.counts()
+        tokens = sum(len(text) + 2 for text in contents if text)
+        assert counts == {
+            "documents": 6,
+            "empty": 2,
+            "broken": 0,
+            "invalid_utf8": 2,
+            "one_byte": 2,
+            "longer_than_row": 1,
+            "tokens": tokens,
+            "padding": places - tokens,
+        }
+        line = source.summary()
+        assert "6 documents" in line and "2 empty" in line and "\n" not in line
+
+
+@pytest.mark.parametrize("packing", ["stream", "whole"])
+def test_what_comes_after_the_last_full_row_is_counted(tmp_path, packing):
+    (tmp_path / "1.txt").write_bytes(b"x" * 30)  # with its begin and end a row to the full
+    (tmp_path / "2.txt").write_bytes(b"")
+    options = DataConfig(
+        source="text",
+        path=str(tmp_path),
+        eval_path=str(tmp_path),
+        sequence_length=32,
+        global_batch_size=1,
+        packing=packing,
+    )
+    source = loader(options, "eval")
+    assert len(list(source)) == 1
+    counts = source.counts()
+    assert (counts["documents"], counts["empty"], counts["padding"]) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_reading_reaches_the_caller(config, workers):
+    """In one line, at the batch that needed the file; asking again neither hangs nor skips."""
+    with loader(change(config, workers=workers)) as source:
+        before = take(source, 1)
+        for file in Path(config.path).iterdir():
+            file.rename(file.with_suffix(".gone"))
+        with pytest.raises(ValueError, match=r"config\.data\.path: .* can no longer be read"):
+            take(source, 100)
+        if workers:
+            return  # what follows is the same, and starting workers takes seconds
+        with pytest.raises(ValueError, match=r"config\.data\.path"):
+            take(source, 100)
+        state = source.state()
+        for file in Path(config.path).iterdir():
+            file.rename(file.with_suffix(".txt"))
+        after = take(source, 30)
+    with loader(config) as whole:
+        whole.restore(state)
+        assert take(whole, 30) == after
+        assert before[0] not in after
+
+
+GROUP = """
+import sys
+sys.path.insert(0, {root!r})
+if __name__ == "__main__":
+    import json, signal
+    from tests.data.test_loader import DataConfig, make_loader, make_mesh
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: None)
+    options = DataConfig(**json.loads(sys.argv[1]))
+    loader = make_loader(options, split="train", mesh=make_mesh(), seed=7)
+    loader.start()
+    while True:
+        print("on", flush=True)
+        sys.stdin.readline()
+        for _ in range(50):
+            next(loader)
+"""
+
+
+def test_signals_to_the_group_are_the_parents_and_workers_end_with_it(config):
+    """From Slurm, systemd or a terminal, as workers start and later. Killed, it leaves none."""
+    options = json.dumps(change(config, workers=2).__dict__)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", GROUP.format(root=str(ROOT)), options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert parent.stdin and parent.stdout
+    # Workers that die while they start are waited for without end.
+    watchdog = threading.Timer(300, parent.kill)
+    watchdog.start()
+    try:
+        for wait in (0.3, 0, 0):
+            assert parent.stdout.readline() == "on\n"
+            time.sleep(wait)
+            helpers = psutil.Process(parent.pid).children()
+            for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+                os.killpg(parent.pid, number)
+            parent.stdin.write("go on\n")
+            parent.stdin.flush()
+        assert parent.stdout.readline() == "on\n"
+        assert len(helpers) == 3  # with multiprocessing's, which clears up
+        assert [helper.is_running() for helper in helpers] == [True] * 3
+        parent.kill()
+        assert not psutil.wait_procs(helpers, timeout=120)[1]
+    finally:
+        watchdog.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)
+        parent.communicate()
+
+
+def test_a_loader_can_start_ahead(config, monkeypatch):
+    """It reads before a batch is asked for, and a position restored after that still counts."""
+    read, reads = DocumentSource.__getitem__, []
+    monkeypatch.setattr(
+        DocumentSource, "__getitem__", lambda self, i: reads.append(i) or read(self, i)
+    )
+    with loader(config) as source:
+        assert not reads
+        source.start()
+        deadline = time.monotonic() + 30
+        while not reads:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        made = take(source, 5)
+        state = source.state()
+        rest = take(source, 2)
+    with loader(config) as again:
+        again.start()
+        assert take(again, 3) == made[:3]
+        again.restore(state)
+        again.start()
+        assert take(again, 2) == rest
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "said"),
+    [
+        (
+            (2, 2, 1),
+            {"global_batch_size": 6},
+            "config.data.global_batch_size=6: needs a multiple of mesh.data * mesh.fsdp",
+        ),
+        ((1, 1, 4), {"sequence_length": 66}, "config.data.sequence_length=66: needs a multiple of"),
+        ((2, 1, 1), {"global_batch_size": 1}, "= 2, such as 2"),
+        ((1, 1, 1), {"path": "/nowhere"}, "config.data.path='/nowhere': no such file"),
+        ((1, 1, 1), {"tokenizer": "/nowhere.json"}, "config.data.tokenizer='/nowhere.json'"),
+    ],
+)
+def test_errors_come_when_the_loader_is_made(config, shape, options, said):
+    with pytest.raises(ValueError) as caught:
+        loader(change(config, **options), mesh=make_mesh(*shape))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_importing_starts_nothing():
+    """Options and Batch need neither JAX nor grain; the loader starts no backend."""
+    code = """
+import sys
+import data.batch, data.options
+assert not {"jax", "grain", "pyarrow"} & set(sys.modules)
+import data.loader
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+assert not {"pyarrow.parquet", "tokenizers", "sentencepiece"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)

@@ -1,0 +1,186 @@
+"""The whole model: every mesh, every way to run layers, and packing against single documents."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.decoder import carry_shardings, forward, init_carry
+from model.params import param_shardings
+from tests.compiling import fast_jit
+from tests.model_cases import (
+    KDA,
+    MIXED,
+    compiled,
+    make_batch,
+    make_mesh,
+    make_params,
+    random_carry,
+    row,
+    worst_error,
+)
+from tests.tolerances import BFLOAT16_AGAINST_FLOAT32, MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
+
+T = 64
+# Documents that end inside ranks, at rank edges, cover several ranks; one-token documents; padding
+# first, inside, last, on whole ranks, and a row of nothing else.
+SEGMENTS = np.stack(
+    [
+        row((1, 10), (2, 38), (3, 1), (4, 15)),
+        row((5, 64)),
+        row((0, 64)),
+        row((0, 3), (5, 9), (0, 4), (5, 16), (7, 16), (0, 16)),
+    ]
+)
+CONTINUES = np.array([True, False, True, True])
+MESHES = [
+    pytest.param({"context": 2}, marks=pytest.mark.slow),
+    {"context": 4},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def case():
+    """(params, carry, batch) of the mixed model, with a carry that two rows go on from."""
+    batch = make_batch(SEGMENTS) | {"continues": jnp.asarray(CONTINUES)}
+    return make_params(MIXED), random_carry(MIXED, 4), batch
+
+
+@pytest.fixture(scope="module")
+def one_device(case):
+    return compiled(MIXED)(*case, carry_weight=0.1)
+
+
+def split_gradients(result):
+    grads = {name: result.pop(name) for name in ("d_params", "d_carry")}
+    return result, grads
+
+
+def check_same(found, expected):
+    real = (SEGMENTS != 0)[..., None]
+    for name in ("hidden", "logits"):
+        found[name], expected[name] = found[name] * real, expected[name] * real
+    (found, found_grads), (expected, expected_grads) = map(split_gradients, (found, expected))
+    error, where = worst_error(found, expected)
+    assert error < MODEL_FLOAT32, where
+    error, where = worst_error(found_grads, expected_grads)
+    assert error < MODEL_FLOAT32_GRADIENT, where
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_mesh_has_the_loss_and_gradients_of_one_device(case, one_device, mesh):
+    check_same(compiled(MIXED, **mesh)(*case, carry_weight=0.1), dict(one_device))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scan_layers": False, "remat": "dots"},
+        {"remat": "none", "attention_block": 64, "kda_state_policy": "save"},
+        {"kda_implementation": "recurrent", "loss_chunk": 500},
+    ],
+    ids=str,
+)
+def test_how_layers_are_run_changes_nothing(case, one_device, changes):
+    other = dataclasses.replace(MIXED, **changes)
+    check_same(compiled(other)(*case, carry_weight=0.1), dict(one_device))
+
+
+def test_results_are_finite_and_gradients_reach_every_parameter(one_device):
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(one_device))
+    for path, gradient in jax.tree_util.tree_leaves_with_path(one_device["d_params"]):
+        assert gradient.any(), jax.tree_util.keystr(path)
+
+
+def test_packed_documents_are_the_documents_alone(case, one_device):
+    """Each document in a batch of its own, from the first position: the same hidden states."""
+    params, _, batch = case
+    alone = {"tokens": [], "segment_ids": []}
+    where = []
+    for b, document in [(0, 2), (0, 3), (1, 5), (3, 7)]:
+        places = np.flatnonzero(SEGMENTS[b] == document)
+        where.append((b, places))
+        for name, values in alone.items():
+            piece = np.asarray(batch[name])[b, places]
+            values.append(np.pad(piece, (0, T - len(piece))))
+    inputs = {name: np.stack(values) for name, values in alone.items()}
+    batch = make_batch(inputs["segment_ids"]) | {"tokens": inputs["tokens"]}
+    hidden = compiled(MIXED)(params, init_carry(MIXED, 4), batch)["hidden"]
+    found = np.concatenate([one_device["hidden"][b, places] for b, places in where])
+    expected = np.concatenate([hidden[n, : len(places)] for n, (_, places) in enumerate(where)])
+    assert worst_error(found, expected)[0] < MODEL_FLOAT32
+
+
+def test_a_later_token_changes_nothing_before_it(case, one_device):
+    params, carry, batch = case
+    changed = batch | {"tokens": batch["tokens"].at[1, 40].add(1) % 61}
+    found = compiled(MIXED)(params, carry, changed, carry_weight=0.1)
+    np.testing.assert_array_equal(found["logits"][1, :40], one_device["logits"][1, :40])
+    assert (found["logits"][1, 40:] != one_device["logits"][1, 40:]).any(axis=-1).all()
+
+
+def test_bf16_is_near_float32_and_keeps_its_state_in_float32(case, one_device):
+    cfg = dataclasses.replace(MIXED, compute_dtype="bfloat16")
+    params, carry, batch = case
+    carry = jax.tree.map(lambda x, like: x.astype(like.dtype), carry, init_carry(cfg, 4))
+    found = compiled(cfg, context=2)(params, carry, batch, carry_weight=0.1)
+    assert found["hidden"].dtype == jnp.bfloat16
+    assert found["carry"]["blocks"][0]["state"].dtype == np.float32
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves(found["d_params"]))
+    real = SEGMENTS != 0
+    error, _ = worst_error(found["logits"][real], one_device["logits"][real])
+    assert error < BFLOAT16_AGAINST_FLOAT32
+    assert abs(found["loss"] - one_device["loss"]) < BFLOAT16_AGAINST_FLOAT32
+
+
+def test_the_bounded_gate_forgets_by_its_bound():
+    """A bound of almost nothing remembers everything: like a softplus gate that is shut."""
+    params = make_params(KDA)
+    shut = jax.tree_util.tree_map_with_path(
+        lambda path, x: x - 100 if "dt_bias" in jax.tree_util.keystr(path) else x, params
+    )
+    batch = make_batch(SEGMENTS)
+
+    def hidden(params, cfg):
+        arrays = (batch["tokens"], batch["segment_ids"], batch["continues"], init_carry(cfg, 4))
+        return fast_jit(lambda p: forward(p, cfg, *arrays, make_mesh())[0])(params)
+
+    def bounded(bound):
+        cfg = dataclasses.replace(KDA, decay_gate="bounded", gate_lower_bound=bound)
+        return hidden(params, cfg)
+
+    real = SEGMENTS != 0
+    expected = hidden(shut, KDA)[real]
+    assert worst_error(bounded(-1e-9)[real], expected)[0] < MODEL_FLOAT32
+    assert worst_error(bounded(-1.0)[real], expected)[0] > 0.01
+
+
+def test_a_token_outside_the_vocabulary_is_not_silent(case):
+    params, carry, batch = case
+    wrong = batch | {"tokens": batch["tokens"].at[1, 5].set(5000)}
+    assert not np.isfinite(compiled(MIXED)(params, carry, wrong)["loss"])
+
+
+def test_activations_and_carry_lie_where_the_table_says(case):
+    mesh = make_mesh(data=2, context=2, tensor=2)
+    params, carry, batch = case
+    params = jax.device_put(params, param_shardings(MIXED, mesh))
+    carry = jax.device_put(carry, carry_shardings(MIXED, mesh))
+    arrays = (batch["tokens"], batch["segment_ids"], batch["continues"])
+    hidden, end, _ = fast_jit(lambda p, c: forward(p, MIXED, *arrays, c, mesh))(params, carry)
+    assert hidden.sharding.shard_shape(hidden.shape) == (2, 32, 32)
+    state = end["blocks"][0]["state"]
+    assert state.sharding.shard_shape(state.shape) == (2, 2, 1, 8, 16)
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), init_carry(MIXED, 4))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), end) == shapes
+
+
+def test_attention_alone(case):
+    cfg = dataclasses.replace(KDA, pattern="attention")
+    carry = init_carry(cfg, 4)
+    assert carry == {"blocks": ({},)}
+    check_same(*(compiled(cfg, context=n)(make_params(cfg), carry, case[2]) for n in (4, 1)))
