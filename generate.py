@@ -23,6 +23,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=1.0, help="0: the most likely token (default 1)")
     add("--top_k", type=int, default=0, help="sample from the k most likely tokens; 0: from all")
     add("--top_p", type=float, default=1.0, help="sample from this probability mass (default 1)")
+    add(
+        "--attention_memory",
+        type=int,
+        default=4096,
+        help="tokens that attention layers, where "
+        "there are any, see before a new one (default 4096)",
+    )
     add("--seed", type=int, default=0, help="seed of the samples, >= 0 (default 0)")
     return parser
 
@@ -35,7 +42,9 @@ def main(flags: argparse.Namespace) -> None:
     sampling = generate.sampling(flags.temperature, flags.top_k, flags.top_p)
     prompts = generate.read_prompts(flags.prompt or [], flags.prompt_file)
     session = generate.open_session(
-        generate.Source(flags.workdir, flags.weights, flags.tokenizer), flags.tensor
+        generate.Source(flags.workdir, flags.weights, flags.tokenizer, flags.compute_dtype),
+        flags.tensor,
+        flags.attention_memory,
     )
     began = time.perf_counter()
     texts = [""] * len(prompts)

@@ -48,7 +48,11 @@ def train(config: ConfigDict, flags: absl_flags.FlagValues, signals: Signals) ->
     from training import run  # imports JAX, whose devices are chosen now
 
     name = command_line.config_name(command_line.config_file(flags))
-    run.run(config, flags.workdir or os.path.join("runs", name), flags.init_from, signals)
+    workdir = flags.workdir or os.path.join("runs", name)
+    if flags.eval_only:
+        run.evaluate(config, workdir, flags.init_from, flags.eval_json)
+    else:
+        run.run(config, workdir, flags.init_from, signals)
 
 
 def fail(error: Exception) -> int:

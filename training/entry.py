@@ -35,6 +35,11 @@ def add_model_source(parser: argparse.ArgumentParser) -> None:
         "tokenizer.json beside the weights)",
     )
     parser.add_argument(
+        "--compute_dtype",
+        choices=("bfloat16", "float32"),
+        help="type of the computation (default: the run's, bfloat16 for weights)",
+    )
+    parser.add_argument(
         "--tensor", type=int, default=1, help="devices over which heads are split (default 1)"
     )
 

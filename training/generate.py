@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 from data.text_stream import TextStream
 from data.tokenizer import Tokenizer, make_tokenizer
 from errors import UserError
-from model.axes import MESH_AXES
-from model.config import ModelConfig, check_mesh
+from model.axes import MESH_AXES, Arrays
+from model.checks import check_mesh
+from model.config import ModelConfig
 from model.generate import Generator, Sampling
 from training.restore import load_params
 from training.weights import read_folder
@@ -23,11 +24,13 @@ class Source:
     """Where a model is: `workdir` of a run or `weights`, a Hugging Face folder; one of them.
 
     tokenizer: instead of the run's, or of the tokenizer.json in the folder.
+    compute_dtype: instead of the run's, or of bfloat16 for a folder.
     """
 
     workdir: str | None = None
     weights: str | None = None
     tokenizer: str | None = None
+    compute_dtype: str | None = None
 
 
 @dataclasses.dataclass
@@ -76,8 +79,8 @@ class Session:
         return np.concatenate([[self.tokenizer.bos_id], ids]).astype(np.int32)
 
 
-def open_session(source: Source, tensor: int) -> Session:
-    """Loads a model over `tensor` devices.
+def open_session(source: Source, tensor: int, attention_memory: int) -> Session:
+    """Loads a model over `tensor` devices. attention_memory: see `Generator`.
 
     Raises:
         UserError: no such model or tokenizer, or heads that do not divide.
@@ -92,7 +95,8 @@ def open_session(source: Source, tensor: int) -> Session:
             f"--tokenizer={tokenizer.name}: has {tokenizer.vocab_size} ids, the model "
             f"{model.vocab_size}; try the tokenizer that it was trained with"
         )
-    return Session(Generator(params, model, mesh), tokenizer)
+    generator = Generator(params, model, mesh, attention_memory=attention_memory)
+    return Session(generator, tokenizer)
 
 
 def sampling(temperature: float, top_k: int, top_p: float) -> Sampling:
@@ -112,14 +116,19 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[bytes]:
     return prompts or [b""]
 
 
-def _load(source: Source, mesh: Mesh) -> tuple[object, ModelConfig, Tokenizer]:
+def _load(source: Source, mesh: Mesh) -> tuple[Arrays, ModelConfig, Tokenizer]:
     if source.weights:
         beside = os.path.join(source.weights, "tokenizer.json")
         name = source.tokenizer or (beside if os.path.exists(beside) else "bytes")
         params, model = read_folder(source.weights, mesh)
-        return params, model, make_tokenizer(name)
+        return params, _computed_in(model, source.compute_dtype), make_tokenizer(name)
     assert source.workdir is not None
     loaded = load_params(source.workdir, mesh)
     data = loaded.metadata["config"]["data"]
     name = source.tokenizer or data["tokenizer"]
-    return loaded.params, loaded.model, make_tokenizer(name, data["bos_token"], data["eos_token"])
+    model = _computed_in(loaded.model, source.compute_dtype)
+    return loaded.params, model, make_tokenizer(name, data["bos_token"], data["eos_token"])
+
+
+def _computed_in(model: ModelConfig, compute_dtype: str | None) -> ModelConfig:
+    return dataclasses.replace(model, compute_dtype=compute_dtype or model.compute_dtype)

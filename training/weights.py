@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from checkpoints.safetensors_io import Reader, Spec, WeightsError, Writer
+from model.axes import Arrays
 from model.config import ModelConfig
 from model.convert import (
     ConvertError,
@@ -83,7 +84,7 @@ def write_folder(
 
 def read_folder(
     folder: str, mesh: Mesh, options: Mapping[str, object] | None = None
-) -> tuple[dict[str, object], ModelConfig]:
+) -> tuple[Arrays, ModelConfig]:
     """The parameters of a folder, float32 and placed on the mesh, and their model.
 
     Args:

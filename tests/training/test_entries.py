@@ -9,7 +9,7 @@ import pytest
 
 from tests.trainer import ROOT, environment, train
 
-SIZES = ("--config.model.num_repeats=1", "--config.train.steps=2", "--config.eval.every=0")
+SIZES = ("--config.model.num_repeats=1", "--config.train.steps=2", "--config.eval.batches=2")
 
 
 def run(script: str, *arguments, code: int = 0) -> subprocess.CompletedProcess:
@@ -64,6 +64,38 @@ def test_init_from_an_exported_folder_starts_from_its_parameters(workdir, export
         first = (tmp_path / name / "metrics.jsonl").read_text().splitlines()[0]
         losses.append(json.loads(first)["learning/loss"])
     np.testing.assert_array_equal(losses[0], losses[1])
+
+
+def files(folder) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_eval_only_finds_the_loss_that_the_run_reported_and_changes_nothing(
+    workdir, exported, tmp_path
+):
+    last = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[-1])
+    before = files(workdir)
+    result = tmp_path / "result.json"
+    line = train(workdir, *SIZES, "--eval_only", f"--eval_json={result}").stdout
+    found = json.loads(result.read_text())
+    assert found["eval/loss"] == last["eval/loss"]
+    assert f"loss {found['eval/loss']:.4f}" in line
+    assert files(workdir) == before
+    done = train(tmp_path / "none", *SIZES, "--eval_only", f"--init_from={exported}")
+    assert f"loss {found['eval/loss']:.4f}" in done.stdout and not (tmp_path / "none").exists()
+
+
+def test_eval_only_reads_other_data_and_other_lengths_of_rows(workdir, tmp_path):
+    text = tmp_path / "other.txt"
+    text.write_bytes(b"xyzzy " * 500)
+    flags = ("--config.data.source=text", f"--config.data.path={text}")
+    flags += (f"--config.data.eval_path={text}", "--config.data.sequence_length=64")
+    line = train(workdir, *SIZES, *flags, "--eval_only", "--config.model.carry=false").stdout
+    assert "bits/byte" in line and "parameters from step 2" in line
 
 
 @pytest.mark.parametrize(
