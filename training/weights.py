@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from checkpoints.safetensors_io import Reader, Spec, WeightsError, Writer
 from model.axes import Arrays
+from model.checks import check_mesh
 from model.config import ModelConfig
 from model.convert import (
     ConvertError,
@@ -95,6 +96,7 @@ def read_folder(
         ConvertError: config.json describes a model that we do not have.
     """
     fmt, cfg = _read_config(folder, options or {})
+    check_mesh(cfg, mesh.shape)
     reader = Reader(folder)
     table = list(tensors(fmt, cfg))
     specs = flatten(param_specs(cfg))
