@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 
 from configs import check
 from configs import flags as command_line
-from errors import UserError
 from training import devices, failures, process
 from training.estimate import command
 from training.signals import Signals
@@ -59,11 +58,8 @@ def fail(error: Exception) -> int:
     """One line on stderr where the cause is known, else the traceback; returns the exit code."""
     known = failures.explain(error)
     if known is None:
-        # data/ still raises ValueError for mistakes in options.
-        if not isinstance(error, ValueError) or not str(error).startswith(("config.", "--")):
-            traceback.print_exception(error)
-            return 1
-        known = UserError(str(error))
+        traceback.print_exception(error)
+        return 1
     print("error: " + " ".join(str(known).split()), file=sys.stderr, flush=True)
     return known.exit_code
 

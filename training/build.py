@@ -20,6 +20,7 @@ from training import devices
 from training.goodput import Goodput
 from training.optimizer import make_optimizer, make_schedule
 from training.options import OptimizerOptions
+from training.report import Progress
 from training.state import TrainState, state_shapes
 
 
@@ -37,6 +38,7 @@ class Parts:
     schedule: optax.Schedule
     shapes: TrainState
     goodput: Goodput
+    progress: Progress
 
 
 def build(config: ConfigDict, workdir: str) -> Parts:
@@ -57,7 +59,17 @@ def build(config: ConfigDict, workdir: str) -> Parts:
     shapes = state_shapes(model, mesh, optimizer, data.global_batch_size, train.spike_window)
     schedule = make_schedule(options)
     return Parts(
-        config, workdir, mesh, model, loader, validation, optimizer, schedule, shapes, goodput
+        config,
+        workdir,
+        mesh,
+        model,
+        loader,
+        validation,
+        optimizer,
+        schedule,
+        shapes,
+        goodput,
+        Progress(),
     )
 
 

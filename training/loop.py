@@ -61,6 +61,7 @@ class InFlightStep:
     step: int
     metrics: Metrics
     data_wait: float  # seconds
+    epoch: float  # passes over the training documents, with this step
     numbers: Numbers | None = None  # of the finished step, on the host
 
 
@@ -70,7 +71,8 @@ class TrainLoop:
 
     Attributes:
         votes: the arrays for "continue" and "stop"; see step.py.
-        more: whether `batches` has another one. evaluate: see `Evaluator.__call__`.
+        more: whether `batches` has another one. epoch: passes over the documents so far.
+        evaluate: see `Evaluator.__call__`.
     """
 
     cadence: Cadence
@@ -80,6 +82,7 @@ class TrainLoop:
     votes: tuple[jax.Array, jax.Array]
     batches: Iterator[Batch]
     more: Callable[[], bool]
+    epoch: Callable[[], float]
     evaluate: Callable[[Params, Callable[[], None]], dict[str, float]]
     saver: Saver
     meter: Meter
@@ -127,7 +130,7 @@ class TrainLoop:
         vote = self.votes[self.signals.stop is not None]
         with self.profiler.named(step):
             self.state, metrics = self.step(self.state, batch, vote)
-        return InFlightStep(step, metrics, data_wait)
+        return InFlightStep(step, metrics, data_wait, self.epoch())
 
     def _stops_alone(self) -> bool:
         """A single process need not wait for the others' votes."""
@@ -167,15 +170,14 @@ class TrainLoop:
         """
         if in_flight is None:
             return False
-        step, numbers = in_flight.step, self._wait(in_flight)
-        stops = bool(numbers["stop"])
+        step, stops = in_flight.step, bool(self._wait(in_flight)["stop"])
         values: dict[str, float] = {}
         if self.cadence.eval_every > 0 and (last or self.cadence.evaluates(step)):
             values = self._evaluate(step, stops)
         score = values.get("eval/loss")
         if values or last or self.cadence.logs(step):
-            values = self.meter.report(numbers) | values | self.goodput.metrics()
-            self.writers.write(step, values)
+            learning = self.meter.report() | {"learning/epoch": in_flight.epoch}
+            self.writers.write(step, learning | values | self.goodput.metrics())
             self.goodput.write()
         if last or self.cadence.saves(step):
             self._save(step, score)

@@ -5,7 +5,6 @@
 
 import dataclasses
 import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from model.config import ModelConfig
 from model.params import init_params, param_shardings, param_specs
 from training import goodput, resume
 from training.build import Parts, model_config
+from training.lock import owner
 from training.state import TrainState, empty_carry, flatten, init_state, unflatten
 from training.weights import is_folder_of_weights, read_folder
 
@@ -48,6 +48,7 @@ def metadata(parts: Parts) -> Metadata:
         "vocab_size": parts.model.vocab_size,
         "data": parts.loader.state(),
         "goodput": parts.goodput.seconds(),
+        "tokens_seen": parts.progress.tokens_seen,
     }
 
 
@@ -71,7 +72,7 @@ def open_checkpoints(parts: Parts, log: Log) -> Manager:
         retention,
         log,
         verify=options.verify,
-        owner=f"{socket.gethostname()}:{os.path.abspath(parts.workdir)}",
+        owner=owner(parts.workdir) if jax.process_index() == 0 else "",
     )
 
 
@@ -83,7 +84,8 @@ def first_state(parts: Parts, manager: Manager, init_from: str, log: Log) -> tup
     if restored is not None:
         manager.move_broken(restored.step)
         lived = goodput.read(os.path.join(parts.workdir, "goodput.json"))
-        parts.goodput.resume(restored.facts["goodput"], lived)
+        parts.goodput.resume(restored.metadata["goodput"], lived)
+        parts.progress.tokens_seen = restored.metadata["tokens_seen"]
         log(f"resumed from step {restored.step} of {manager.directory}")
         return unflatten(parts.shapes, _with_carry(parts, restored.arrays)), restored.step
     state = _seeded_state(parts)
@@ -118,7 +120,9 @@ def load_params(
     if restored is None:
         raise CheckpointError(f"{folder}: there is no checkpoint in {manager.directory}")
     params = unflatten({"params": _param_shapes(models[-1], mesh)}, restored.arrays)["params"]
-    return LoadedParams(params, models[-1], restored.facts, restored.step, str(manager.directory))
+    return LoadedParams(
+        params, models[-1], restored.metadata, restored.step, str(manager.directory)
+    )
 
 
 def _param_shapes(model: ModelConfig, mesh: Mesh) -> Any:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from training.loop import Cadence, TrainLoop
 from training.metrics import Writers
 from training.options import TrainOptions
 from training.profiler import Profiler
+from training.progress import elapsed
 from training.report import Meter, NonFiniteError, compiled_peak_bytes
 from training.signals import Signals
 from training.state import TrainState, flatten
@@ -58,8 +60,10 @@ def run(config: ConfigDict, workdir: str, init_from: str, signals: Signals) -> N
         stack.callback(parts.loader.close)
         if primary:  # it alone writes to the folder itself
             stack.enter_context(lock(workdir, "--workdir"))
-            if (own := config.checkpoint.directory) and "://" not in own:
-                stack.enter_context(lock(own, "config.checkpoint.directory", needed=False))
+            # Another run may save into this folder from another workdir.
+            folder = restore.checkpoint_folder(config.checkpoint.directory, workdir)
+            if "://" not in folder and os.path.realpath(folder) != os.path.realpath(workdir):
+                stack.enter_context(lock(folder, "config.checkpoint.directory", needed=False))
         log(describe(parts))
         _restore_and_train(parts, init_from, signals, log)
 
@@ -91,6 +95,7 @@ def _train(parts: Parts, manager: Manager, state: TrainState, start: int, signal
     """Trains from step `start`, saves, and logs the results."""
     steps = parts.config.train.steps
     writers = Writers(parts.workdir, start, steps, primary=jax.process_index() == 0)
+    writers.hyperparameters(start, _flat(parts.config))
     writers.text(start, "config", f"```\n{parts.config}\n```")
     writers.text(start, "parameters", describe(parts))
     evaluator = None
@@ -109,6 +114,13 @@ def _train(parts: Parts, manager: Manager, state: TrainState, start: int, signal
         _conclude(parts, step, stop_reason, signals, evaluator, writers.log)
     finally:
         writers.close()
+
+
+def _flat(config: ConfigDict) -> dict[str, int | float | str]:
+    """{"train.steps": 20, ...}"""
+    return {
+        f"{group}.{name}": x for group, options in config.items() for name, x in options.items()
+    }
 
 
 def make_loop(
@@ -133,12 +145,14 @@ def make_loop(
         votes=votes,
         batches=iter(parts.loader),
         more=parts.loader.has_more,
+        epoch=parts.loader.epoch,
         evaluate=_make_evaluator(parts),
         saver=Saver(parts, manager) if manager else NoSaver(),
         meter=Meter(
             slots,
             parts.model,
             compiled_peak_bytes(step),
+            parts.progress,
             skip_nonfinite=config.train.skip_nonfinite,
         ),
         writers=writers,
@@ -182,7 +196,7 @@ def _compile_step(parts: Parts, writers: Writers) -> tuple[Any, tuple[jax.Array,
         parts.mesh, config.train.tbptt_windows, data.global_batch_size, data.sequence_length
     )
     began = time.monotonic()
-    with parts.goodput.during("compilation"):
+    with parts.goodput.during("compilation"), elapsed("compiling", writers.log):
         compiled = step.lower(parts.shapes, batch, votes[0]).compile()
     writers.log(f"compiled in {time.monotonic() - began:.1f} s")
     return compiled, votes

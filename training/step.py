@@ -23,6 +23,8 @@ from training.state import TrainState
 
 LN2 = math.log(2.0)
 Metrics = dict[str, jax.Array]
+# What a step returns for the loop and the meter; everything else it returns is reported.
+CONTROL = ("finite", "stop", "tokens", "attended")
 
 
 def make_train_step(
@@ -40,8 +42,9 @@ def make_train_step(
 
     batch: [W, B, T]; the gradient flows back through all W windows. votes: int32 [devices], each
     process's wish to stop; metrics["stop"] is their maximum, so that all processes hear of one wish
-    at the same step. metrics: float32 and int32 scalars, whole on every device; those of layers are
-    means over windows and parts, under the names that the decoder gives them.
+    at the same step. metrics: float32 and int32 scalars, whole on every device, all of which are
+    reported but `CONTROL`; those of layers are means over windows and parts, under the names that
+    the decoder gives them.
     """
 
     where = jax.tree.map(lambda x: x.sharding, shapes)
@@ -62,7 +65,6 @@ def make_train_step(
         count = lambda x: jnp.sum(x, dtype=jnp.int32)  # noqa: E731
         metrics = {
             "loss": loss,
-            "z_loss": z / total,
             "bits_per_byte": nll / LN2 / jnp.maximum(count(batch.target_bytes), 1),
             "grad_norm": norm,
             "learning_rate": jnp.asarray(schedule(state.step - state.skipped), jnp.float32),
@@ -72,6 +74,8 @@ def make_train_step(
             "steps_skipped": done.skipped,
             "stop": jnp.max(votes),
         }
+        if options.z_loss:
+            metrics["z_loss"] = z / total
         return done, reported | metrics
 
     whole = NamedSharding(mesh, PartitionSpec())

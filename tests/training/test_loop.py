@@ -6,10 +6,10 @@ import itertools
 import pytest
 
 from tests.model_cases import KDA
-from tests.test_metrics import numbers
+from tests.training.step_numbers import numbers
 from training import loop
 from training.goodput import Goodput
-from training.report import Meter
+from training.report import Meter, Progress
 
 
 class Stub:
@@ -23,7 +23,7 @@ class Stub:
         meter, writers, profiler, saver, signals = (type("", (), {})() for _ in range(5))
         meter.start = lambda: note("idle")
         meter.finish = lambda step, metrics, wait: {"stop": step == self.vote}
-        meter.report = lambda numbers: {}
+        meter.report = lambda: {}
         writers.write = lambda step, values: note(("report", step, "eval/loss" in values))
         profiler.before = lambda step, asked: None
         profiler.named = lambda step: contextlib.nullcontext()
@@ -46,6 +46,7 @@ class Stub:
             votes=(0, 1),
             batches=self._batches(),
             more=lambda: self.left > 0,
+            epoch=lambda: 0.5,
             evaluate=self._evaluate,
             saver=saver,
             meter=meter,
@@ -112,7 +113,7 @@ def test_step_times_are_all_of_training_and_of_waiting_for_data(monkeypatch):
     stub, times = Stub(steps=20, evals=10, saves=5), []
     job = stub.loop
     goodput, step, evaluate, batches = job.goodput, job.step, job.evaluate, job.batches
-    job.meter = meter = Meter(256, KDA, None, skip_nonfinite=False)
+    job.meter = meter = Meter(256, KDA, None, Progress(), skip_nonfinite=False)
     finish = meter.finish
 
     def takes(seconds, result=None):
