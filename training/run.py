@@ -11,7 +11,7 @@ import jax
 from ml_collections import ConfigDict
 
 from checkpoints.manager import CheckpointError, Manager
-from training import restore
+from training import evaluation, restore
 from training.build import Parts, build, describe
 from training.evaluate import Evaluator
 from training.lock import lock
@@ -38,6 +38,13 @@ class Saver:
 
     def check(self) -> None:
         self.manager.check()
+
+
+def evaluate(config: ConfigDict, workdir: str, source: str, json_path: str) -> None:
+    """Evaluates saved parameters; see evaluation.py. json_path: "" writes none."""
+    primary = jax.process_index() == 0
+    values = evaluation.evaluate(config, workdir, source, print if primary else lambda line: None)
+    evaluation.write_json(json_path, values)
 
 
 def run(config: ConfigDict, workdir: str, init_from: str, signals: Signals) -> None:
