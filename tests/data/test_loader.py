@@ -131,7 +131,7 @@ def test_targets_cross_ranks_and_rows(config):
 
 @pytest.mark.parametrize("packing", ["stream", "whole"])
 def test_rows_of_a_single_text_file_differ(tmp_path, packing):
-    """Each row reads parts of its own: within an epoch no line is read twice."""
+    """Each row reads other parts: within an epoch no line is read twice."""
     file = tmp_path / "input.txt"
     text = b"".join(b"%07d\n" % number for number in range(64_000))
     file.write_bytes(text)
