@@ -34,6 +34,6 @@ class Batch(NamedTuple):
     # int32 [W, B, T]. UTF-8 bytes of text that the target stands for; 0 for begin and end ids and
     # wherever the weight is 0. Bits per byte = sum of losses in nats / ln 2 / sum(target_bytes).
     target_bytes: Any
-    # bool [W, B]. The row's first segment goes on from the last segment of this row in the window
+    # bool [W, B]. The row's first segment continues from the last segment of this row in the window
     # before (or, in window 0, in the batch before).
     continues: Any

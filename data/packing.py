@@ -1,7 +1,7 @@
 """Documents into rows of T tokens.
 
 "stream": a row takes the stream's next T tokens, whatever documents they are of; a document that
-does not fit goes on in the stream's next row. Nothing is padded before the stream ends. (Grain's
+does not fit continues in the stream's next row. Nothing is padded before the stream ends. (Grain's
 concat-then-split does the cutting too, but begins positions anew in each row and resumes by packing
 again from its last checkpoint, where a position in the document is enough.)
 
@@ -53,7 +53,7 @@ class Row(NamedTuple):
     """One row of one stream."""
 
     table: np.ndarray  # [T, 6] int32: token, target, target's bytes, weight, segment, place
-    continues: bool  # its first segment goes on from the stream's row before
+    continues: bool  # its first segment continues from the stream's row before
     record: Record  # of the stream, behind this row
 
     @property

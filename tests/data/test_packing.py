@@ -156,7 +156,7 @@ def naive_whole_rows(tokens: list[dict[str, int]], length: int, bins: int) -> li
     data=st.data(),
 )
 def test_assigning_anew_loses_and_repeats_nothing(lengths, changes, length, epochs, data):
-    """A run that goes on with other rows, several times, still reads each token once an epoch."""
+    """A run that continues with other rows, several times, still reads each token once an epoch."""
     seen: Counter = Counter()
     previous = None
     for number, rows in enumerate(changes):

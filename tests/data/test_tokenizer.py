@@ -16,7 +16,7 @@ from data.tokenizer import bytes_of_tokens, make_tokenizer, readable_text
 
 LINES = [
     "def reader(text): return text  # an old line",
-    "Straße, naïve café, 漢字 and 🎉 stand in one line",
+    "Straße, naïve café, 漢字 and 🎉 are in one line",
     "    indented\tlines, with  two  spaces and a new\nline",
 ] * 20
 # Text as it comes: any characters, and bytes that are none.
