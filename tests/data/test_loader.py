@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -17,13 +18,15 @@ import psutil
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from data import readers, stream
+from data import stream
 from data.batch import Batch
 from data.documents import DocumentSource
 from data.loader import Loader, make_loader
 from data.options import DataConfig
 from data.packing import Record
-from data.pipeline import batches
+from data.pipeline import Batches
+from data.readers import reader
+from errors import DataError
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,7 +81,7 @@ def test_batches_lie_on_the_mesh(config, shape, windows):
         corpus = placed._corpus
         start = np.asarray([Record().to_ints()] * 4)
         made = iter(
-            batches(
+            Batches(
                 corpus,
                 config,
                 rows=list(range(4)),
@@ -128,7 +131,7 @@ def test_targets_cross_ranks_and_rows(config):
 
 @pytest.mark.parametrize("packing", ["stream", "whole"])
 def test_rows_of_a_single_text_file_differ(tmp_path, packing):
-    """Each row reads parts of its own: within an epoch no line is read twice."""
+    """Each row reads other parts: within an epoch no line is read twice."""
     file = tmp_path / "input.txt"
     text = b"".join(b"%07d\n" % number for number in range(64_000))
     file.write_bytes(text)
@@ -290,8 +293,8 @@ def test_another_sequence_length_goes_on_with_the_same_tokens(config):
             True,
         ),
         ({"packing": "whole"}, "config.data.packing", False),
-        ({"eval_fraction": 0.5}, "config.data.path", True),
-        ({"eval_fraction": 0.5, "packing": "whole"}, "config.data.path", True),
+        ({"eval_fraction": 0.5}, "config.data.eval_fraction", True),
+        ({"eval_fraction": 0.5, "packing": "whole"}, "config.data.eval_fraction", True),
         ({"tokenizer": "words"}, "config.data.tokenizer", False),
     ],
 )
@@ -360,7 +363,7 @@ def test_going_on_with_other_documents_starts_them(config):
         state = source.state()
     other = loader(change(config, eval_fraction=0.5, on_data_change="continue"))
     line = other.restore(state)
-    assert line.startswith("config.data.path: ") and "from their beginning" in line
+    assert line.startswith("config.data.eval_fraction: ") and "from their beginning" in line
     fresh = loader(change(config, eval_fraction=0.5))
     assert take(other, 3) == take(fresh, 3)
     assert other.state()["batches"] == 12
@@ -405,7 +408,7 @@ def test_looking_ahead_moves_nothing(config):
     assert asked.state() == other.state()
 
 
-def test_evaluation_of_a_mapped_end_is_that_of_one_read(tmp_path, monkeypatch):
+def test_evaluation_of_an_end_read_in_parts_is_that_of_one_read_whole(tmp_path, monkeypatch):
     """Batch by batch, restored as well, over cuts at lines and inside of them."""
     monkeypatch.setattr(stream, "SPAN_BYTES", 100)
     text = "".join("漢字 " * (i % 60) + "\n" for i in range(200)).encode()
@@ -413,9 +416,11 @@ def test_evaluation_of_a_mapped_end_is_that_of_one_read(tmp_path, monkeypatch):
     config = DataConfig(source="text", path=str(tmp_path), eval_fraction=0.5, sequence_length=64)
     made = []
     for mapped in (len(text), 1000):
-        monkeypatch.setattr(readers, "_MAPPED_BYTES", mapped)
+        monkeypatch.setattr(reader, "LONG_BYTES", mapped)
         with loader(config, "eval") as source:
-            assert isinstance(source.source[0].text, bytes if mapped == len(text) else memoryview)
+            assert isinstance(
+                source.source[0].text, bytes if mapped == len(text) else reader.FileText
+            )
             made.append([[plain(batch), source.state()] for batch in source])
             source.restore(made[0][20][1])
             assert take(source, 3) == [batch for batch, _ in made[0][21:24]]
@@ -467,6 +472,49 @@ def test_what_was_met_is_counted(tmp_path):
         assert "6 documents" in line and "2 empty" in line and "\n" not in line
 
 
+@pytest.mark.parametrize(("broken", "announced"), [(0, 0), (1, 0), (20, 1), (150, 1)])
+def test_many_broken_documents_are_reported_when_first_seen(tmp_path, broken, announced):
+    good = [json.dumps({"text": f"document {i}"}) for i in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join(good + ['{"text": null}'] * broken))
+    path = str(tmp_path / "a.jsonl")
+    config = DataConfig(source="jsonl", path=path, eval_path=path, sequence_length=32, epochs=2)
+    lines: list[str] = []
+    with loader(config, log=lines.append) as source:
+        made = sum(1 for _ in itertools.takewhile(lambda _: not lines, source))
+        assert len(lines) == announced
+        made += sum(1 for _ in source)
+        assert source.counts()["broken"] == 2 * broken and made > 50
+    assert len(lines) == announced
+    for line in lines:
+        assert "documents so far are broken or null and skipped" in line and path in line
+
+
+def test_the_epoch_is_counted(config):
+    with loader(change(config, epochs=2)) as source:
+        assert source.epoch() == 0
+        epochs = [source.epoch() for _ in source]
+    assert epochs == sorted(epochs)
+    assert source.epoch() == 2
+
+
+def test_a_wait_for_data_has_a_limit(config, monkeypatch):
+    """`ready` waits no longer than its limit; then nothing else waits."""
+    read, gate = DocumentSource.__getitem__, threading.Event()
+    monkeypatch.setattr(
+        DocumentSource, "__getitem__", lambda self, i: gate.wait() and read(self, i)
+    )
+    with loader(change(config, epochs=1)) as source:
+        began = time.monotonic()
+        assert not source.ready(0.2) and not source.ready(0.0)
+        assert 0.2 <= time.monotonic() - began < 5
+        gate.set()
+        batches = 0
+        while source.ready(60) and source.has_more():
+            next(source)
+            batches += 1
+        assert batches > 3 and source.ready(0.0) and not source.has_more()
+
+
 @pytest.mark.parametrize("packing", ["stream", "whole"])
 def test_what_comes_after_the_last_full_row_is_counted(tmp_path, packing):
     (tmp_path / "1.txt").write_bytes(b"x" * 30)  # with its begin and end a row to the full
@@ -492,11 +540,11 @@ def test_an_error_of_reading_reaches_the_caller(config, workers):
         before = take(source, 1)
         for file in Path(config.path).iterdir():
             file.rename(file.with_suffix(".gone"))
-        with pytest.raises(ValueError, match=r"config\.data\.path: .* can no longer be read"):
+        with pytest.raises(DataError, match=r"config\.data\.path: .* can no longer be read"):
             take(source, 100)
         if workers:
             return  # what follows is the same, and starting workers takes seconds
-        with pytest.raises(ValueError, match=r"config\.data\.path"):
+        with pytest.raises(DataError, match=r"config\.data\.path"):
             take(source, 100)
         state = source.state()
         for file in Path(config.path).iterdir():

@@ -11,10 +11,11 @@ from data import assignment, stream
 from data.assignment import DocumentAssigner, SavedAssignment
 from data.options import DataConfig
 from data.packing import Record
-from data.pipeline import HostBatch, batches, count_batches, shared_out
-from data.readers import Document
-from data.stream import Corpus
+from data.pipeline import Batches, HostBatch, count_batches, shared_out
+from data.readers.reader import Document
+from data.stream import Corpus, Counts, StreamReader
 from data.tokenizer import ByteTokenizer
+from errors import DataError
 from tests.data.memory_source import EOS, FIRST, corpus, naive_row, naive_stream_rows, tokens_of
 
 # Lengths in words: empty, broken (-1), one word, around a row's length and far beyond it.
@@ -25,7 +26,7 @@ def make(shared: Corpus, packing="stream", *, rows, records, windows=1, bins=3) 
     """Returns the batches of some rows up to the first without a token."""
     config = DataConfig(packing=packing, packing_bins=bins)
     made = []
-    for batch in batches(
+    for batch in Batches(
         shared, config, rows=rows, records=records, windows=windows, workers=0, positions=True
     ):
         if not batch.live:
@@ -156,7 +157,7 @@ def naive_whole_rows(tokens: list[dict[str, int]], length: int, bins: int) -> li
     data=st.data(),
 )
 def test_assigning_anew_loses_and_repeats_nothing(lengths, changes, length, epochs, data):
-    """A run that goes on with other rows, several times, still reads each token once an epoch."""
+    """A run that continues with other rows, several times, still reads each token once an epoch."""
     seen: Counter = Counter()
     previous = None
     for number, rows in enumerate(changes):
@@ -260,7 +261,7 @@ def test_empty_and_broken_documents_are_counted():
 def test_documents_without_any_text_end_the_run():
     shared = corpus([0, -1, 0], rows=2, sequence_length=8, epochs=0)
     config = DataConfig()
-    endless = batches(
+    endless = Batches(
         shared, config, rows=[0, 1], records=start(2), windows=1, workers=0
     ).__iter__()
     with pytest.raises(ValueError, match=r"config\.data\.path: no text in any document of memory"):
@@ -329,3 +330,38 @@ def test_evaluation_keeps_the_documents_order():
 @pytest.mark.parametrize(("rows", "workers", "used"), [(4, 3, 2), (3, 8, 3), (5, 4, 1), (4, 0, 0)])
 def test_workers_share_rows_evenly(rows, workers, used):
     assert shared_out(rows, workers) == used
+
+
+class Failing(BytesSource):
+    """Documents of which, from some number of reads on, only every n-th has text."""
+
+    def __init__(self, count: int, reads: int, keep: int, first: int = 1):
+        super().__init__([b"text"] * count)
+        self._reads, self._keep, self._first = reads, keep, first
+        self._read = 0
+
+    def __getitem__(self, index: int) -> Document:
+        self._read += 1
+        every = self._first if self._read <= self._reads else self._keep
+        return Document(b"text") if self._read % every == 0 else Document(b"", broken=True)
+
+
+def read(source: Failing, shuffle: bool, documents: int) -> Counts:
+    assigner = DocumentAssigner(source.sizes, streams=1, seed=0, epochs=0, shuffle=shuffle)
+    reader = StreamReader(
+        Corpus(source, ByteTokenizer(), assigner, 8), 0, stream.Position(), Counts()
+    )
+    while reader.counts.looked_at < documents:
+        reader.take(8)
+    return reader.counts
+
+
+def test_a_run_whose_documents_lose_their_text_stops():
+    """At once all of them or nearly; not where a part is lost, as of a file out of many."""
+    for keep in (10**9, 200):
+        with pytest.raises(DataError, match=r"of the last 500 documents .*had text"):
+            read(Failing(10_000, reads=3_000, keep=keep), True, 9_000)
+    assert read(Failing(10_000, reads=3_000, keep=2), True, 9_000).broken == 3_000
+    # Sparse from the beginning: that is the corpus. In the documents' own order: that is a part.
+    assert read(Failing(10_000, reads=0, keep=200), True, 9_000).documents == 45
+    assert read(Failing(10_000, reads=3_000, keep=300), False, 9_000).broken > 5_000
