@@ -104,12 +104,12 @@ def _on_rank(x, weight, segments, heads, tail, halo, axis_name, activation, impl
         [jnp.broadcast_to(upstream, tail.shape[:2]).astype(jnp.int32), segments.index], axis=1
     )
     xs, newest, ends = map(list, zip(*(_taken(x, segments, width - 1) for x in xs)))
-    ours = _joined(newest), tail.astype(xs[0].dtype)
-    ours = vary(ours, varying_axes((*ours, segments)))
+    own, tail_in = _joined(newest), tail.astype(xs[0].dtype)
+    own, tail_in = vary((own, tail_in), varying_axes((own, tail_in, segments)))
     if halo is None:
-        halo = _receive_halo(axis_name, *ours, segments, upstream)
+        halo = _receive_halo(axis_name, own, tail_in, segments, upstream)
     else:
-        halo = _received_halo(axis_name, *ours, segments, upstream, halo)
+        halo = _received_halo(axis_name, own, tail_in, segments, upstream, halo)
     next_tail = _next_tail(_joined(ends), halo, index, tail, segments, axis_name)
     reach = _reach(index, segments.valid, width)
     ys = [
