@@ -406,8 +406,9 @@ class Loader:
 
     def epoch(self) -> float:
         """Passes over the documents up to the last batch, as this process's rows have met them."""
-        share = len(self._records[self._rows]) / len(self._records)
-        return self.counts()["documents"] / share / max(len(self.source.sizes), 1)
+        mine = self._records[self._rows]
+        met = sum_counts(mine)["documents"] * len(self._records) / len(mine)
+        return met / max(len(self.source.sizes), 1)
 
     def summary(self) -> str:
         """Returns the counts in one line. On several processes all must call it together."""
