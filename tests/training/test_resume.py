@@ -208,7 +208,8 @@ def test_killed_fifty_times_at_any_moment(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_at_any_moment(tmp_path, number):
     """Twenty times, mostly in evaluations and saves, which come with every step here; also while
-    it starts, restores and compiles, when nothing is new. The exit code is 0, and the losses in the end are those of a run that was never stopped."""
+    it starts, restores and compiles, when nothing is new. The exit code is 0, and the losses in
+    the end are those of a run that was never stopped."""
     arguments = ["--config.train.steps=400", "--config.checkpoint.every=1", "--config.eval.every=1"]
     train(tmp_path / "whole", *arguments)
     chance, stopped, steps = random.Random(1), tmp_path / "stopped", [-1]

@@ -151,7 +151,8 @@ def test_told_to_stop_during_compilation(tmp_path):
 def test_told_to_stop_while_waiting_for_the_coordinator(tmp_path):
     port = f"--coordinator=localhost:{take_port()}"
     waits = 'print("waiting", flush=True)'
-    run = Running(tmp_path, port, "--processes=2", "--process_id=1", first=waits)
+    two = ["--config.mesh.context=2", port, "--processes=2", "--process_id=1"]
+    run = Running(tmp_path, *two, first=waits)
     run.until("waiting")
     time.sleep(3)  # it imports JAX and asks for the coordinator, which never comes
     assert "stopped by SIGTERM before the first step" in stopped_within(run, 10)
