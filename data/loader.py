@@ -406,9 +406,10 @@ class Loader:
 
     def epoch(self) -> float:
         """Passes over the documents up to the last batch, as this process's rows have met them."""
-        mine = self._records[self._rows]
-        met = sum_counts(mine)["documents"] * len(self._records) / len(mine)
-        return met / max(len(self.source.sizes), 1)
+        counts = sum_counts(self._records[self._rows])
+        share = len(self._rows) / len(self._records)
+        met = counts["documents"] + counts["empty"] + counts["broken"]
+        return met / share / max(len(self.source), 1)
 
     def summary(self) -> str:
         """Returns the counts in one line. On several processes all must call it together."""

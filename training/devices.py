@@ -90,6 +90,7 @@ def meet(processes: Processes, values: agree.Values) -> None:
     import jax
     from jax._src import distributed  # the only way to the store that all processes share
 
+    jax.config.update("jax_check_proxy_envs", False)  # they were seen to
     found = processes.count == 0
     try:
         jax.distributed.initialize(
