@@ -14,7 +14,7 @@ from tests.tolerances import RESUMED_ON_ANOTHER_MESH
 from tests.trainer import Running, digests_of, learning, reports, steps_on_disk, train
 from training.resume import differences
 
-pytestmark = pytest.mark.timeout(1200)  # each run has a limit of its own
+pytestmark = pytest.mark.timeout(1200)  # each run has its own limit
 
 # Four ranks share a row's 128 tokens; documents are longer than that, so the carry matters.
 MESH = "--config.mesh.context=4"
@@ -77,7 +77,7 @@ def test_goodput_goes_on(half):
     """What a restart throws away is restart time; nothing else is forgotten."""
     before = reports(half)[20]
     lived = json.loads((half / "goodput.json").read_text())
-    saved = Manager(str(half / "checkpoints")).record(10)["facts"]["goodput"]
+    saved = Manager(str(half / "checkpoints")).record(10)["metadata"]["goodput"]
     train(half, MESH)
     after = reports(half)[20]
     for kind in ("compilation", "evaluation", "restart"):
