@@ -26,12 +26,14 @@ _POLL_SECONDS = 0.5
 class Wait:
     """A wait of the main thread that a stop request may end.
 
-    what: for the line. seconds: how long the wait may go on after the request. code: to exit with.
+    what: for the line. seconds: how long it may last after the request. code: to exit with.
+    since: time.monotonic() when it began.
     """
 
     what: str
     seconds: float
     code: int
+    since: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class Signals:
@@ -114,7 +116,9 @@ class Signals:
     def _end_wait(self) -> None:
         """Ends the process if it was told to stop and waits for something for too long."""
         wait, stop = self._wait, self._stop
-        if stop is None or wait is None or time.monotonic() < self._told + wait.seconds:
+        if stop is None or wait is None:
+            return
+        if time.monotonic() < max(self._told, wait.since) + wait.seconds:
             return
         print(
             f"stopped by {stop.name} {wait.what}: there is nothing more to save; the same command "
