@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from kernels.kda import checks
-from kernels.kda.chunk_math import CHUNK
-from kernels.kda.problem import FinalState, Gate, Inputs, Problem, StatePolicy
-from kernels.kda.vma import vary, varying_axes
+from kernels.kda.problem import CHUNK, FinalState, Gate, Inputs, Problem, StatePolicy
 from kernels.segments import Segments, pad_tokens, whole_row
 from kernels.select import choose
+from kernels.vma import vary, varying_axes
 
 
 def kda(
@@ -30,7 +29,7 @@ def kda(
     segments: Segments | None = None,
     *,
     initial_state: jax.Array | None = None,
-    start_state: jax.Array | None = None,
+    default_initial_state: jax.Array | None = None,
     final_state: str = "none",
     a_log: jax.Array | None = None,
     dt_bias: jax.Array | None = None,
@@ -51,17 +50,16 @@ def kda(
             |k|^2 <= 1, which a sigmoid and qk_l2norm give (NOTES.md has what happens beyond).
         segments: from `plan_segments` with the same axis_name; None: every row is one segment.
         initial_state: [B, N, H, K, V] float32; the row's n-th segment starts from slot n.
-        start_state: [H, K, V] float32; start of the segments beyond N. Without it they start from
-            0.
+        default_initial_state: [H, K, V] float32; start of the segments beyond N. Without
+            it they start from 0.
         final_state: "none", "last" or "all" (needs plan_segments(max_segments=...)).
         a_log: [H]. Given, decay is a raw gate x and the log decay is -exp(a_log) softplus(x +
             dt_bias), or lower_bound sigmoid(exp(a_log) (x + dt_bias)) with lower_bound. Without it
             decay is the log decay itself (<= 0).
-        dt_bias: [H, K], with a_log only.
-        lower_bound: in [-5, 0), with a_log only.
-        qk_l2norm: divide q and k by sqrt(sum of squares + 1e-6) first.
-        scale: factor on the output, K^-1/2 by default.
-        axis_name: the mesh axis over which T is split; the call then stands inside `jax.shard_map`.
+        dt_bias: [H, K], with a_log only. lower_bound: in [-5, 0), with a_log only. qk_l2norm:
+        divide q and k by sqrt(sum of squares + 1e-6) first. scale: factor on the output, K^-1/2 by
+        default. axis_name: the mesh axis over which T is split; the call is then made inside
+        `jax.shard_map`.
             Inputs without a T axis are the same on its ranks, and so is the returned state.
         state_policy: "remat" rebuilds in the backward what "save" keeps from the forward.
         rank_io_in_vmem: False keeps every array that the TPU kernels exchange with XLA in HBM. By
@@ -80,9 +78,9 @@ def kda(
     """
     checks.check(
         q, k, v, decay, beta, segments,
-        initial_state=initial_state, start_state=start_state, final_state=final_state, a_log=a_log,
-        dt_bias=dt_bias, lower_bound=lower_bound, scale=scale, state_policy=state_policy,
-        axis_name=axis_name,
+        initial_state=initial_state, default_initial_state=default_initial_state,
+        final_state=final_state, a_log=a_log, dt_bias=dt_bias, lower_bound=lower_bound,
+        scale=scale, state_policy=state_policy, axis_name=axis_name,
     )  # fmt: skip
     rows, heads, length, keys = q.shape
     if segments is None:
@@ -104,7 +102,7 @@ def kda(
         a_log = a_log.astype(jnp.float32)
         shift = jnp.zeros((heads, keys)) if dt_bias is None else dt_bias
         dt_bias = shift.astype(jnp.float32)
-    inputs = Inputs(q, k, v, decay, beta, initial_state, start_state, a_log, dt_bias)
+    inputs = Inputs(q, k, v, decay, beta, initial_state, default_initial_state, a_log, dt_bias)
     name = choose(implementation, q)
     extra = -length % CHUNK
     inputs, segments = _pad(inputs, extra), pad_tokens(segments, extra)
@@ -138,7 +136,7 @@ def _pad(inputs: Inputs, extra: int) -> Inputs:
 
 def _backend(name: str) -> ModuleType:
     """The backend's module; imported when first used, so that CPU runs never load Pallas."""
-    modules = {"mosaic_tpu": "mosaic", "chunked": "chunked", "recurrent": "recurrent"}
+    modules = {"mosaic_tpu": "tpu", "chunked": "chunked", "recurrent": "recurrent"}
     return importlib.import_module(f"kernels.kda.{modules[name]}")
 
 

@@ -49,7 +49,7 @@ def _whole(problem: Problem, index: jax.Array, inputs: Inputs):
         *inputs[:5],
         index,
         initial_state=inputs.initial_state,
-        start_state=inputs.start_state,
+        default_initial_state=inputs.default_initial_state,
         a_log=inputs.a_log,
         dt_bias=inputs.dt_bias,
         lower_bound=problem.lower_bound,
