@@ -141,16 +141,19 @@ def _backend(name: str) -> ModuleType:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@jax.named_scope("kda_forward")
 def _core(name: str, problem: Problem, inputs: Inputs, segments: Segments):
     out, final, _ = _backend(name).forward(problem, inputs, segments)
     return out, final
 
 
+@jax.named_scope("kda_forward")
 def _core_forward(name, problem, inputs, segments):
     out, final, residuals = _backend(name).forward(problem, inputs, segments)
     return (out, final), (inputs, segments, residuals)
 
 
+@jax.named_scope("kda_backward")
 def _core_backward(name, problem, saved, cotangents):
     inputs, segments, residuals = saved
     return _backend(name).backward(problem, inputs, segments, residuals, *cotangents), None

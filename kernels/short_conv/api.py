@@ -157,6 +157,7 @@ def _backend(implementation: str) -> ModuleType:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@jax.named_scope("short_conv")
 def _taps(how, x, halo, weight, reach):
     """The sum over taps of x [B, T, D] after halo [B, W - 1, D], and its activation, [B, T, D].
 
@@ -167,10 +168,12 @@ def _taps(how, x, halo, weight, reach):
     return _backend(implementation).forward(activation, heads, x, halo, weight, reach)
 
 
+@jax.named_scope("short_conv")
 def _taps_forward(how, *arrays):
     return _taps(how, *arrays), arrays
 
 
+@jax.named_scope("short_conv_backward")
 def _taps_backward(how, saved, d_y):
     activation, implementation, heads = how
     gradients = _backend(implementation).backward(activation, heads, *saved, d_y)

@@ -98,7 +98,8 @@ class _Call:
         self.grid = (channels // self.lanes, rows, -(-length // self.tile))
         halo = jnp.pad(_wide(halo), ((0, 0), (STRIP - halo.shape[1], 0), (0, 0)))
         extra = self.grid[2] * self.tile - length
-        reach = jnp.pad(reach, ((0, 0), (0, extra)), constant_values=-1)[..., None]
+        reach = jnp.pad(reach, ((0, 0), (0, extra)), constant_values=-1)
+        reach = reach.astype(jnp.int8)[..., None]  # a token takes 128 bytes; 512 as int32
         self.operands = (self.x, self.x, halo, weight, reach, reach)
 
     def in_specs(self, place):
@@ -150,7 +151,7 @@ class _Masks:
     """Where a tap counts, for the tokens of `reach` [n, 1]; worked out once for all channels."""
 
     def __init__(self, reach, taps: int):
-        wide = jnp.broadcast_to(reach, (reach.shape[0], LANE))
+        wide = jnp.broadcast_to(reach.astype(jnp.int32), (reach.shape[0], LANE))
         self._from = [wide >= j for j in range(taps)]
 
     def keep(self, distance: int, x):

@@ -2,6 +2,9 @@
 bit, and free of races. Interpreted on simulated devices with race detection on."""
 
 import functools
+import math
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from kernels.kda.tpu.relay import Relay, coordinates, rank_line, relay_scratch
+from kernels.kda.tpu.relay import RankLine, Relay, coordinates, rank_line, relay_scratch
 from tests.compiling import interpreted
 from tests.kernels import kda_cases
 from tests.kernels.kda_cases import (
@@ -87,39 +90,57 @@ def test_many_ranks_and_rounds(ranks):
 
 @pytest.mark.parametrize("step", [1, -1])
 def test_a_relay_goes_both_ways(step):
-    """Each rank adds its number to what it receives, in seven rounds."""
-    rounds, ranks = 7, 4
-    mesh = Mesh(np.array(jax.devices()[:ranks]), ("context",))
+    check_relay((4,), 0, step)
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((2, 1, 3, 2), 2), ((3, 2, 2), 0)])
+def test_a_relay_along_any_axis_of_the_mesh(shape, axis):
+    """Neighbours are a stride apart and several lines run side by side. Needs more devices than
+    these tests have, so another process."""
+    code = (
+        "from tests import conftest; import jax; jax.config.update('jax_num_cpu_devices', 12); "
+        "from tests.kernels.test_kda_relay import check_relay; "
+        f"[check_relay({shape}, {axis}, step) for step in (1, -1)]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def check_relay(shape, axis, step, rounds=7):
+    """Each device adds its own number to what it receives, and the round's: checked with sums."""
+    names = tuple("context" if i == axis else f"other{i}" for i in range(len(shape)))
+    numbers = np.arange(1.0, math.prod(shape) + 1).reshape(shape)
+    mesh = Mesh(np.array(jax.devices()[: numbers.size]).reshape(shape), names)
 
     def local(x):
         line = rank_line("context")
-        kernel = functools.partial(_running_sum, line, step, rounds)
-        return pl.pallas_call(
-            kernel,
+        out = pl.pallas_call(
+            functools.partial(_running_sum, line, step, rounds),
             out_shape=jax.ShapeDtypeStruct((rounds, 8, 128), jnp.float32),
             in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec()],
             scratch_shapes=relay_scratch(jax.ShapeDtypeStruct((8, 128), jnp.float32)),
-            compiler_params=pltpu.CompilerParams(collective_id=1),
-        )(coordinates(line), x)
+            compiler_params=pltpu.CompilerParams(collective_id=line.collective_id(step)),
+        )(coordinates(line), x.reshape(8, 128))
+        return out.reshape(*x.shape[:-2], rounds, 8, 128)
 
     split = jax.shard_map(
-        local, mesh=mesh, in_specs=P("context"), out_specs=P("context"), check_vma=False
+        local, mesh=mesh, in_specs=P(*names), out_specs=P(*names), check_vma=False
     )
-    x = jnp.repeat(jnp.arange(1.0, ranks + 1), 8)[:, None] * jnp.ones((1, 128))
+    x = jnp.broadcast_to(jnp.asarray(numbers)[..., None, None], (*shape, 8, 128))
     with interpreted():
-        out = np.asarray(jax.block_until_ready(jax.jit(split)(x)))
-    out = out.reshape(ranks, rounds, 8, 128)
-    order = np.arange(1.0, ranks + 1)[::step]
-    sums = np.cumsum(order)[::step]
+        out = np.asarray(jax.block_until_ready(jax.jit(split)(x.astype(jnp.float32))))
+    passed = [np.flip(y, axis) if step < 0 else y for y in (numbers, np.ones_like(numbers))]
+    passed = [np.cumsum(y, axis) for y in passed]
+    sums, seen = (np.flip(y, axis) if step < 0 else y for y in passed)
     for j in range(rounds):
-        assert np.array_equal(
-            out[:, j], (sums + j * ranks_seen(ranks, step))[:, None, None] + 0 * out[:, j]
-        )
+        wanted = (sums + j * seen)[..., None, None]
+        np.testing.assert_array_equal(out[..., j, :, :], np.broadcast_to(wanted, x.shape))
 
 
-def ranks_seen(ranks, step):
-    """How many ranks a message has passed at each rank, itself included."""
-    return np.arange(1.0, ranks + 1) if step > 0 else np.arange(ranks, 0.0, -1)
+def test_collective_ids_differ_by_axis_and_direction():
+    """Kernels of one program, among them those along another axis, must not share semaphores."""
+    axes = ("data", "fsdp", "context", "tensor")
+    lines = [RankLine(axes, axis, 2) for axis in range(4)]
+    assert len({line.collective_id(step) for line in lines for step in (1, -1)}) == 8
 
 
 def _running_sum(line, step, rounds, coords, x, out, **scratch):

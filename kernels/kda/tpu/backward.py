@@ -39,7 +39,7 @@ from kernels.kda.tpu.relay import Relay, hand_on, relay_scratch, take_or
 from kernels.kda.tpu.streams import Loads, Stores, divided, walk
 
 F32 = jnp.float32
-BACKWARD_BARRIER = 12  # the barrier semaphore of this kernel
+STEP = -1  # the direction in which cotangents pass along the ranks
 
 
 class Operands(NamedTuple):
@@ -90,7 +90,7 @@ def run(plan: Plan, operands: Operands) -> Outputs:
         input_output_aliases=_aliases(plan, operands, shapes),
         compiler_params=pltpu.CompilerParams(
             vmem_limit_bytes=plan.vmem_limit,
-            collective_id=None if plan.line is None else BACKWARD_BARRIER,
+            collective_id=None if plan.line is None else plan.line.collective_id(STEP),
             has_side_effects=plan.line is not None,
         ),
         name="kda_backward",
@@ -198,7 +198,7 @@ class _Kernel:
         self._work = Steps(plan, ops, outs, s)
         self.relay = None
         if plan.line is not None:
-            self.relay = Relay(plan.line, ops.coords, -1, plan.groups, s["relay"])
+            self.relay = Relay(plan.line, ops.coords, STEP, plan.groups, s["relay"])
 
     def run(self) -> None:
         self.s["level"][...] = pair_tiles.level_table().astype(self.plan.dtype)

@@ -102,14 +102,14 @@ def run(plan: Plan, operands: Operands) -> Outputs:
         scratch_shapes=_scratch(plan, operands),
         compiler_params=pltpu.CompilerParams(
             vmem_limit_bytes=plan.vmem_limit,
-            collective_id=None if plan.line is None else FORWARD_BARRIER,
+            collective_id=None if plan.line is None else plan.line.collective_id(STEP),
             has_side_effects=plan.line is not None,
         ),
         name="kda_forward",
     )(operands)
 
 
-FORWARD_BARRIER = 11  # the barrier semaphore of this kernel; the backward has its own
+STEP = 1  # the direction in which states pass along the ranks
 
 
 def _output_shapes(plan: Plan, operands: Operands) -> Outputs:
@@ -203,7 +203,7 @@ def _kernel(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any]) -> None
     relay = None
     if plan.line is not None:
         rounds = plan.state_groups
-        relay = Relay(plan.line, ops.coords, 1, rounds, last["relay"])
+        relay = Relay(plan.line, ops.coords, STEP, rounds, last["relay"])
         relay.open()
     if plan.pass_pairs:
         _local_phase(plan, ops, outs, first)

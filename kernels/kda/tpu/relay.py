@@ -6,7 +6,8 @@ message j from the neighbour behind it, works, and sends its own message j to th
 so rank r works on round j while rank r - 1 works on round j + 1.
 
 Protocol, per neighbouring pair (sender s, receiver t). Each wait has exactly one matching signal:
-    t tells s once, through the barrier semaphore, that it is in the kernel: its memory is live
+    t tells s once, through the barrier semaphore, that it is in the kernel: its memory is live;
+    s waits for that before its first copy, not before its local work
     round j: s waits, for j >= 2, until t has taken message j - 2 out of the slot; copies; t waits
 A rank cannot run one kernel call ahead of a neighbour: the message it waits for is sent only after
 the neighbour has taken its barrier signal, so signals of two calls never mix.
@@ -24,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.kda.tpu.streams import divided
 
 SLOTS = 2
+FIRST_COLLECTIVE_ID = 11  # the ids of all relays follow it, two a mesh axis
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class RankLine:
     axes: tuple[str, ...]
     axis: int
     size: int
+
+    def collective_id(self, step: int) -> int:
+        """Of a kernel with a relay in this direction: the barrier semaphores of kernels along
+        another axis, or in the other direction, are others."""
+        return FIRST_COLLECTIVE_ID + 2 * self.axis + (step < 0)
 
 
 def rank_line(axis_name: str) -> RankLine:
@@ -78,6 +85,7 @@ class Relay:
         rank = coords[line.axis]
         self._rounds = rounds
         self._s = scratch
+        self._barrier = pltpu.get_barrier_semaphore()
         self.has_source = rank > 0 if step > 0 else rank < line.size - 1
         self.has_target = rank < line.size - 1 if step > 0 else rank > 0
         self._source = self._peer(line, coords, -step)
@@ -101,15 +109,11 @@ class Relay:
         )
 
     def open(self) -> None:
-        barrier = pltpu.get_barrier_semaphore()
+        """Tell the source that this device is in the kernel and can receive."""
 
         @pl.when(self.has_source)
         def _say_ready():
-            pl.semaphore_signal(barrier, 1, device_id=self._source)
-
-        @pl.when(self.has_target)
-        def _wait_ready():
-            pl.semaphore_wait(barrier, 1)
+            pl.semaphore_signal(self._barrier, 1, device_id=self._source)
 
     def message(self, j):
         return self._s["inbox"].at[divided(j, SLOTS)[1]]
@@ -137,6 +141,10 @@ class Relay:
             self._copy(j - SLOTS).wait_send()
 
     def send(self, j) -> None:
+        @pl.when(self.has_target & (j == 0))
+        def _wait_ready():
+            pl.semaphore_wait(self._barrier, 1)
+
         @pl.when(self.has_target & (j >= SLOTS))
         def _wait_taken():
             pl.semaphore_wait(self._s["taken"], 1)
