@@ -49,6 +49,8 @@ bench: setup-dev
 	$(PYTHON_ENV) -m benchmarks.kda_tpu
 	$(PYTHON_ENV) -m benchmarks.short_conv_tpu
 	$(PYTHON_ENV) -m benchmarks.step_tpu
+	$(PYTHON_ENV) -m benchmarks.cp_timeline
+	$(PYTHON_ENV) -m benchmarks.plans
 
 tensorboard: setup  ## make tensorboard RUNS=runs PORT=6006
 	$(PYTHON_ENV) -m tensorboard.main --logdir $(RUNS) --port $(PORT)

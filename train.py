@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import math
 import os
+import socket
 import sys
 import time
 import traceback
@@ -21,6 +22,7 @@ from configs import base
 from configs import flags as command_line
 from errors import TrainerError, UserError
 from training import devices, process
+from training.estimate import command
 from training.signals import Signals
 
 # What writing to an open file fails with, which does not know its name.
@@ -38,6 +40,8 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         return fail(error, error.exit_code)
     try:
+        if flags.plan:
+            return command.run(config, flags.plan, flags.plan_json)
         start_jax(config, flags)
         return train(config, flags, signals)
     except SystemExit:
@@ -148,7 +152,7 @@ def build(config: Any, workdir: str) -> Parts:
     check_mesh(model, mesh.shape)
     options = dict(config.optimizer)
     options["schedule_steps"] = options["schedule_steps"] or config.train.steps
-    optimizer = make_optimizer(OptimizerConfig(**options), model)
+    optimizer = make_optimizer(OptimizerConfig(**options), model, mesh)
     shapes = state_shapes(model, mesh, optimizer, data.global_batch_size, config.train.spike_window)
     schedule = make_schedule(OptimizerConfig(**options))
     return Parts(
@@ -193,11 +197,19 @@ def model_config(config: Any, vocab_size: int) -> Any:
 
 def open_checkpoints(parts: Parts, say: Any) -> Any:
     """The manager of this run's checkpoints."""
-    from checkpoints.manager import Manager, Retention
+    from checkpoints.manager import Manager
+    from checkpoints.retention import Retention
 
     options = parts.config.checkpoint
     retention = Retention(options.keep_last, options.keep_every, options.keep_best)
-    return Manager(checkpoint_folder(options.directory, parts.workdir), retention, say)
+    owner = f"{socket.gethostname()}:{os.path.abspath(parts.workdir)}"
+    return Manager(
+        checkpoint_folder(options.directory, parts.workdir),
+        retention,
+        say,
+        verify=options.verify,
+        owner=owner,
+    )
 
 
 def checkpoint_folder(directory: str, workdir: str) -> str:

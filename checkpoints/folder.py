@@ -1,5 +1,6 @@
 """Where checkpoints lie, a local folder or one in a bucket, and errors of one line about it."""
 
+import glob
 import re
 import time
 
@@ -44,10 +45,24 @@ class OneLine:
 
 
 def find(directory: str) -> epath.Path:
-    """Raises CheckpointError where it is neither a local path nor one in a bucket."""
+    """Raises CheckpointError where it is neither a local path nor one in a bucket, or has a name
+    that Orbax or TensorStore could not use."""
     scheme, separator, rest = directory.partition("://")
     if separator and (scheme != "gs" or rest[:1] in ("", "/")):
         raise CheckpointError(f"{directory}: needs a local path or gs://bucket/path; try one")
+    if glob.has_magic(directory):
+        raise CheckpointError(
+            f"{directory}: contains one of * ? [, which Orbax would read as a pattern, and the "
+            "checkpoint could not be restored; try --workdir or config.checkpoint.directory "
+            "without them"
+        )
+    try:
+        directory.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"{directory}: is not valid UTF-8, and arrays cannot be written there; try --workdir "
+            "or config.checkpoint.directory with another name"
+        ) from None
     # gcsfs remembers folders that it has listed, and would not see what others write into them:
     # TensorStore, and the other processes.
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False

@@ -2,11 +2,13 @@
 
 Orbax writes them, asynchronously and sharded. A whole step is renamed into place in a local folder;
 in a bucket, which knows no rename, a last object marks it as whole. Added here: every array carries
-a digest, a step is compared with what it shall become before it is read, and every failure is one
-line. Only arrays and JSON are read: nothing in a checkpoint is ever executed.
+a digest, a step is compared with what it shall become before it is read, a step counts as saved,
+and older ones are removed, only after it has been read back, and every failure is one line. Only
+arrays and JSON are read: nothing in a checkpoint is ever executed.
 """
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -17,7 +19,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
-from orbax.checkpoint import checkpoint_managers
 
 from checkpoints import folder
 from checkpoints.digest import digests
@@ -30,43 +31,13 @@ from checkpoints.folder import (
     first_line,
     reason,
 )
+from checkpoints.lease import Lease
+from checkpoints.retention import Retention, finite
 
-FORMAT = 1
+FORMAT = 2
+VERIFY = ("manifest", "digests")
 BROKEN = "broken"  # folder that broken steps are moved to, so that nothing is overwritten
 _STEP = re.compile(r"(\d+)(\.orbax-checkpoint-tmp.*)?")  # a step's folder, whole or not
-
-
-def _score(metrics: dict[str, float]) -> float:
-    return metrics["score"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Retention:
-    """Which steps stay: the last `last`, multiples of `every` (0: none), the `best` lowest scores.
-
-    Units: checkpoints, steps, checkpoints. The newest whole step always stays.
-    """
-
-    last: int = 3
-    every: int = 0
-    best: int = 0
-
-    def policy(self) -> checkpoint_managers.PreservationPolicy:
-        policies: list[checkpoint_managers.PreservationPolicy] = [
-            checkpoint_managers.LatestN(self.last)
-        ]
-        if self.every:
-            policies.append(checkpoint_managers.EveryNSteps(self.every))
-        if self.best:
-            policies.append(
-                checkpoint_managers.BestN(
-                    get_metric_fn=_score,
-                    reverse=True,  # the list is sorted downwards and its end is kept: the lowest
-                    n=self.best,
-                    keep_checkpoints_without_metrics=False,
-                )
-            )
-        return checkpoint_managers.AnyPreservationPolicy(policies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +58,10 @@ class Manager:
         directory: local path, or gs://bucket/path.
         retention: what to keep. None: only reading, nothing is created or tidied.
         say: takes one line for the user.
+        verify: how a save is read back before it counts. "manifest": its record, and the metadata
+            of every array through the index that restoring uses, whose blocks have checksums; a few
+            requests an array. "digests": every array as well, one at a time; reads all bytes.
+        owner: who saves, for the lease that a folder in a bucket gets: host and workdir.
     """
 
     def __init__(
@@ -94,10 +69,16 @@ class Manager:
         directory: str,
         retention: Retention | None = None,
         say: Callable[[str], None] = print,
+        *,
+        verify: str = "manifest",
+        owner: str = "",
     ):
         self.directory = folder.find(directory)
-        self._say = say
+        self._say, self._verify, self._retention = say, verify, retention
         self._saving: int | None = None
+        self._target: dict[str, jax.ShapeDtypeStruct] = {}  # of the save under way
+        self._scores: dict[int, float | None] = {}
+        self._lease: Lease | None = None
         reading = retention is None
         with self._access("read" if reading else "write"):
             if reading and not self.directory.exists():
@@ -106,11 +87,13 @@ class Manager:
                 folder.make(self.directory)
                 if jax.process_index() == 0:
                     self._try_writing()
+                    if directory.startswith("gs://"):
+                        self._lease = Lease(directory, owner)
                     self._remove_interrupted()
                 if jax.process_count() > 1:
                     folder.check_shared(self.directory)
                     multihost_utils.sync_global_devices("checkpoint folder tidied")
-            self._orbax = _open_orbax(self.directory, retention)
+            self._orbax = _open_orbax(self.directory, read_only=reading)
 
     def steps(self) -> list[int]:
         """Steps on disk in ascending order, whole ones and those that only look so."""
@@ -136,21 +119,27 @@ class Manager:
         if step in self._orbax.all_steps():
             return  # restored from this very step, or saved since: it is there
         self.wait()
+        if self._lease:
+            self._lease.check()
         record = {
             "format": FORMAT,
             "step": step,
             "tree": describe(arrays),
             "digests": digests(arrays),
+            "score": score if finite(score) else None,
             "facts": facts,
         }
         self._saving = step
+        self._target = {
+            name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
+            for name, a in arrays.items()
+        }
         with self._failures():
             self._orbax.save(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.PyTreeSave(arrays), record=ocp.args.JsonSave(record)
                 ),
-                metrics=None if score is None else {"score": score},
                 force=True,
             )
 
@@ -160,11 +149,63 @@ class Manager:
             self._orbax.check_for_errors()
 
     def wait(self) -> None:
-        """Waits for the save in the background; raises CheckpointError if it failed."""
+        """Waits for the save in the background, reads it back, and removes steps that need not
+        stay.
+
+        Raises:
+            CheckpointError: the save failed, or cannot be read back. Nothing was removed.
+        """
         with self._failures():
             self._orbax.wait_until_finished()
             self._orbax.check_for_errors()
-        self._saving = None
+        if self._saving is None:
+            return
+        step, self._saving = self._saving, None
+        self._read_back(step)
+        self._tidy()
+
+    def _read_back(self, step: int) -> None:
+        """Reads a new step as restoring would."""
+        try:
+            record = self._together(lambda: self.record(step))
+            compare_trees(f"{self.directory}/{step}", record["tree"], describe(self._target))
+            self._together(lambda: self._check_manifest(step))
+            if self._verify == "digests":
+                for name, array in self._target.items():
+                    self._check_digests(step, record, {name: array})
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; it was just saved and cannot be read back; older steps were kept; "
+                "try another --workdir or config.checkpoint.directory"
+            ) from None
+
+    def _check_manifest(self, step: int) -> None:
+        """Opens every array of a step, without reading its elements."""
+        place = f"{self.directory}/{step}"
+        try:
+            found = self._orbax.item_metadata(step)["state"]
+            saved = {name: [list(a.shape), np.dtype(a.dtype).name] for name, a in found.items()}
+        except Exception as error:
+            check_reached(place, error)
+            raise IncompleteError(f"{place}: incomplete, {first_line(error)}") from None
+        compare_trees(place, saved, describe(self._target))
+
+    def _tidy(self) -> None:
+        """Removes the steps that retention does not keep; never one whose record is unreadable."""
+        if self._retention is None:
+            return
+        scores: dict[int, float | None] = {}
+        for step in self._orbax.all_steps():
+            if step not in self._scores:
+                try:
+                    self._scores[step] = self._together(functools.partial(self._score, step))
+                except CheckpointError:
+                    continue
+            scores[step] = self._scores[step]
+        with self._failures():
+            for step in self._retention.removes(scores):
+                self._orbax.delete(step)
+                del self._scores[step]
 
     def restore_latest(
         self, target: Callable[[dict[str, Any]], dict[str, jax.ShapeDtypeStruct]], damaged: str
@@ -209,12 +250,20 @@ class Manager:
         wanted = target(record["facts"])
         place = f"{self.directory}/{step}"
         compare_trees(place, record["tree"], describe(wanted))
+        return Restored(step, self._check_digests(step, record, wanted), record["facts"])
+
+    def _check_digests(
+        self, step: int, record: dict[str, Any], wanted: dict[str, jax.ShapeDtypeStruct]
+    ) -> dict[str, jax.Array]:
+        """Reads arrays and compares them with what was saved."""
         arrays = self._together(lambda: self._read_arrays(step, wanted))
         found = digests(arrays)
         changed = [name for name in wanted if found[name] != record["digests"][name]]
         if changed:
-            raise DamagedError(f"{place}: damaged, {changed[0]} is not what was saved")
-        return Restored(step, arrays, record["facts"])
+            raise DamagedError(
+                f"{self.directory}/{step}: damaged, {changed[0]} is not what was saved"
+            )
+        return arrays
 
     def move_broken(self, newest_whole: int) -> None:
         """Moves steps newer than the one restored aside, so that they can be saved again."""
@@ -230,8 +279,19 @@ class Manager:
 
     def close(self) -> None:
         """Waits for the last save and closes. Raises CheckpointError if that save failed."""
-        self.wait()
-        self._orbax.close()
+        try:
+            self.wait()
+        finally:
+            self._orbax.close()
+            if self._lease:
+                self._lease.release()
+
+    def _score(self, step: int) -> float | None:
+        """None for a step without arrays: its removal was interrupted."""
+        record = self.record(step)
+        with self._access("read"):
+            whole = (self.directory / str(step) / "state").exists()
+        return record.get("score") if whole else None
 
     def _try_writing(self) -> None:
         """Retention deletes, so that is tried as well."""
@@ -243,9 +303,7 @@ class Manager:
         """Orbax can do this too, but in a thread that a run which ends at once does not outlive."""
         for path in sorted(self.directory.iterdir()):
             step = _STEP.fullmatch(path.name)
-            if step and ocp.utils.is_checkpoint_finalized(path):
-                _check_score(path)
-            elif step:
+            if step and not ocp.utils.is_checkpoint_finalized(path):
                 self._say(
                     f"passed over {self.directory}/{step[1]}: its save was interrupted "
                     f"({path.name}); it will be saved again"
@@ -352,15 +410,11 @@ class Manager:
         )
 
 
-def _open_orbax(directory: epath.Path, retention: Retention | None) -> ocp.CheckpointManager:
+def _open_orbax(directory: epath.Path, *, read_only: bool) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(
         directory,
         options=ocp.CheckpointManagerOptions(
-            preservation_policy=retention.policy() if retention else None,
-            # The policy's metric is written into the step only where this names one, too.
-            best_fn=_score,
-            best_mode="min",
-            read_only=retention is None,
+            read_only=read_only,
             create=False,
             # No process waits for another that died for longer than this (seconds).
             async_options=ocp.AsyncOptions(timeout_secs=600),
@@ -371,19 +425,6 @@ def _open_orbax(directory: epath.Path, retention: Retention | None) -> ocp.Check
             "record": ocp.JsonCheckpointHandler(),
         },
     )
-
-
-def _check_score(step: epath.Path) -> None:
-    """Orbax reads each step's score as it opens the folder, and would not say whose is damaged."""
-    try:
-        _score(json.loads((step / "metrics" / "metrics").read_bytes()))
-    except FileNotFoundError:
-        pass  # it was saved without one
-    except (ValueError, KeyError, TypeError):
-        raise DamagedError(
-            f"{step}: damaged, its score cannot be read; nothing was changed; "
-            f"try to delete {step}/metrics, without which it is no longer among the best"
-        ) from None
 
 
 def describe(arrays: dict[str, Any]) -> dict[str, list]:

@@ -129,6 +129,8 @@ def _header(path: str) -> dict[str, Entry]:
     try:
         table = {name: _entry(path, 8 + length, x) for name, x in json.loads(text).items()
                  if name != "__metadata__"}  # fmt: skip
+    except WeightsError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError):
         raise WeightsError(f"{path}: its header is damaged; try downloading it again") from None
     end = max((entry.begin + entry.nbytes for entry in table.values()), default=0)

@@ -140,6 +140,9 @@ def _model() -> ConfigDict:
     model.attention_kv_heads = 2  # divides attention_heads
     model.attention_head_dim = 128
     model.attention_block = 512  # tokens a block of the online softmax
+    # Tokens before a row that its attention layers see where its first document continues from the
+    # row before: their keys and values are carried. >= 0, a multiple of mesh.context; 0: none.
+    model.attention_memory = 0
     model.tie_embeddings = False  # the output layer is the embedding's transpose
     model.norm_eps = 1e-5  # > 0
     model.init_std = 0.02  # > 0
@@ -204,6 +207,9 @@ def _checkpoint() -> ConfigDict:
     checkpoint.keep_best = 1
     # A checkpoint whose bytes have changed since it was written: "stop", or "skip" it.
     checkpoint.damaged = "stop"
+    # How a save is read back before it counts and older ones are removed. "manifest": its record
+    # and every array's metadata, a few requests an array. "digests": every byte as well.
+    checkpoint.verify = "manifest"
     return checkpoint
 
 
@@ -282,6 +288,7 @@ _CHOICES = {
     "optimizer.name": ("adamw", "muon"),
     "optimizer.schedule": ("cosine", "wsd"),
     "checkpoint.damaged": ("stop", "skip"),
+    "checkpoint.verify": ("manifest", "digests"),
     "model.kda_implementation": ("auto", "mosaic_tpu", "chunked", "recurrent"),
 }
 

@@ -40,10 +40,23 @@ flags.DEFINE_string(
 )
 flags.DEFINE_integer("processes", 0, "Number of processes; 0: what JAX finds.", flag_values=_FLAGS)
 flags.DEFINE_integer("process_id", -1, "This process's number, from 0.", flag_values=_FLAGS)
+flags.DEFINE_string(
+    "plan",
+    "",
+    "TPU topology that need not be here, such as v6e:2x2 or tpu7x:4x4x4 (v5e, v5p, v6e, tpu7x): "
+    "compile the step for it, print memory, collectives and an estimated step time, and exit.",
+    flag_values=_FLAGS,
+)
+flags.DEFINE_string(
+    "plan_json", "", "File that --plan also writes its numbers to.", flag_values=_FLAGS
+)
 flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=_FLAGS)
 # Options that are paths, besides those of data, which a document source expands itself.
 PATHS = (("checkpoint", "directory"), ("data", "tokenizer"), ("train", "compilation_cache"))
-_OWN = ("config", "workdir", "init_from", "coordinator", "processes", "process_id", "help")
+_OWN = (
+    *("config", "workdir", "init_from", "plan", "plan_json"),
+    *("coordinator", "processes", "process_id", "help"),
+)
 
 
 def parse(argv: list[str]) -> tuple[ConfigDict, flags.FlagValues]:

@@ -25,9 +25,10 @@ class Batch(NamedTuple):
     targets: Any
     # int32 [W, B, T]. 1, 2, ... in a row; 0 at padding.
     segment_ids: Any
-    # int32 [W, B, T]. Place of the token in its document (in "whole" packing, in its piece);
-    # in "stream" packing it goes on in the next row. 0 at padding.
-    positions: Any
+    # int32 [W, B, T]. Place of the token in its document (in "whole" packing, in its piece); in
+    # "stream" packing it is counted on in the next row. 0 at padding. None unless the loader was
+    # asked for positions: a model that does not read them need not have them on its devices.
+    positions: Any | None
     # float32 [W, B, T]. 1 where the target is a token of the same document, else 0.
     loss_weights: Any
     # int32 [W, B, T]. UTF-8 bytes of text that the target stands for; 0 for begin and end ids and

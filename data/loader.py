@@ -17,8 +17,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from data.assignment import DocumentAssigner, Position, SavedAssignment
 from data.batch import Batch
-from data.dealing import Dealer, Earlier, Position
 from data.documents import DocumentSource, open_source
 from data.options import DataConfig, check
 from data.packing import RECORD_SIZE, Record
@@ -42,12 +42,14 @@ def make_loader(
     seed: int,
     windows: int = 1,
     max_batches: int = 0,
+    positions: bool = False,
 ) -> "Loader":
     """Opens a split's documents and returns a loader at their beginning.
 
     split: "train" (shuffled by seed and epoch; without end where config.epochs is 0) or "eval" (one
     pass in fixed order, the same every time, without worker processes). windows: consecutive rows
-    of each stream in a batch. max_batches: stop after so many; 0 for no limit.
+    of each stream in a batch. max_batches: stop after so many; 0 for no limit. positions: whether
+    batches hold the positions of tokens in their documents, for a model that reads them.
 
     Raises ValueError, in one line that names the option, for whatever in the configuration or the
     files cannot work. Where there are several processes all have to call it together.
@@ -59,7 +61,15 @@ def make_loader(
     if split == "train":
         _check_documents(config, source, mesh)
     loader = Loader(
-        source, tokenizer, config, split, mesh, seed=seed, windows=windows, max_batches=max_batches
+        source,
+        tokenizer,
+        config,
+        split,
+        mesh,
+        seed=seed,
+        windows=windows,
+        max_batches=max_batches,
+        positions=positions,
     )
     loader.check_processes()
     return loader
@@ -80,7 +90,7 @@ def _check_mesh(config: DataConfig, mesh: Mesh) -> None:
 
 
 def _check_documents(config: DataConfig, source: DocumentSource, mesh: Mesh) -> None:
-    """Refuses an endless training in which streams would be dealt nothing epoch after epoch.
+    """Refuses an endless training in which streams would be assigned nothing epoch after epoch.
 
     They go on at once to the next epoch, so that all of them soon read the same texts in lockstep.
     With a number of epochs they end, and their rows are padded.
@@ -125,6 +135,7 @@ class Loader:
         seed: int,
         windows: int,
         max_batches: int,
+        positions: bool,
     ):
         self.source = source
         self.tokenizer = tokenizer
@@ -132,13 +143,14 @@ class Loader:
         self._split = split
         self._seed = seed if split == "train" else _EVAL_SEED
         self._windows = windows
+        self._positions = positions
         self._max_batches = max_batches or _NO_LIMIT
         self._sharding = NamedSharding(mesh, PartitionSpec(None, ROWS, "context"))
         self._flags_sharding = NamedSharding(mesh, PartitionSpec(None, ROWS))
         self._rows = rows_here(self._flags_sharding, config.global_batch_size)
         self._batches_out = 0
-        self._earlier: dict[str, Any] | None = None  # what streams of another deal have read
-        self._corpus = self._deal()
+        self._previous: SavedAssignment | None = None  # where the batch size or seed had changed
+        self._corpus = self._assign()
         self._records = _start(
             config.global_batch_size
         )  # of all rows; kept up for the rows held here
@@ -149,17 +161,17 @@ class Loader:
         self._ahead: list[_Placed] = []  # the batch that has_more looked at, or nothing
         weakref.finalize(self, _close, self._running)
 
-    def _deal(self) -> Corpus:
+    def _assign(self) -> Corpus:
         train = self._split == "train"
-        dealer = Dealer(
+        assigner = DocumentAssigner(
             self.source.sizes,
             streams=self._config.global_batch_size,
             seed=self._seed,
             epochs=self._config.epochs if train else 1,
             shuffle=train,
-            earlier=self._earlier,
+            previous=self._previous,
         )
-        return Corpus(self.source, self.tokenizer, dealer, self._config.sequence_length)
+        return Corpus(self.source, self.tokenizer, assigner, self._config.sequence_length)
 
     def __iter__(self) -> Iterator[Batch]:
         if self._split == "eval":
@@ -236,6 +248,7 @@ class Loader:
             records=self._records[self._rows],
             windows=self._windows,
             workers=workers,
+            positions=self._positions,
         )
         place = _Placer(
             self._rows, self._config.global_batch_size, self._sharding, self._flags_sharding
@@ -260,7 +273,7 @@ class Loader:
             "data": self._identity(),
             "batches": self._batches_out,
             "records": _of_all_rows(self._records, self._rows).tolist(),
-            "earlier": self._earlier,
+            "previous": self._previous,
         }
 
     def restore(self, state: dict[str, Any]) -> str:
@@ -280,7 +293,7 @@ class Loader:
         records = np.asarray(state["records"], np.int64).reshape(-1, RECORD_SIZE)
         changed = differences(state["data"], self._identity())
         if not changed:
-            self._earlier = state["earlier"]
+            self._previous = state["previous"]
             self._move_to(records, state["batches"])
             return ""
         if self._config.on_data_change == "refuse":
@@ -299,15 +312,17 @@ class Loader:
             raise ValueError(f"{changed[0]}; {why_not}")
         start = _start(self._config.global_batch_size)
         if _other_documents(saved, given):
-            self._earlier = None
+            self._previous = None
             self._move_to(start, state["batches"])
             return f"{changed[0]}: reading the documents there from their beginning"
         old = [Record.from_ints(ints) for ints in records]
         positions = [[int(value) for value in record.position] for record in old]
-        self._earlier = Earlier.to_json(positions, saved["seed"], state["earlier"])
-        self._corpus = self._deal()
+        self._previous = SavedAssignment(
+            positions=positions, seed=saved["seed"], previous=state["previous"]
+        )
+        self._corpus = self._assign()
         begin = Record(
-            Position(hand=self._corpus.dealer.first_hand),
+            Position(block=self._corpus.assigner.first_block),
             Counts(*np.sum([record.counts for record in old], axis=0)),
             tokens=sum(record.tokens for record in old),
             padding=sum(record.padding for record in old),
@@ -315,11 +330,11 @@ class Loader:
         start[:] = begin._replace(counts=Counts(), tokens=0, padding=0).to_ints()
         start[0] = begin.to_ints()  # the totals go on with one of the rows
         self._move_to(start, state["batches"])
-        return f"{changed[0]}: what is left of the epoch is dealt anew to {len(start)} rows"
+        return f"{changed[0]}: what is left of the epoch is assigned anew to {len(start)} rows"
 
     def _move_to(self, records: np.ndarray, batches_out: int) -> None:
         self.close()
-        self._corpus = self._deal()
+        self._corpus = self._assign()
         self._total = None
         self._records = records
         self._batches_out = int(batches_out)
@@ -402,7 +417,8 @@ class _Placer:
         self._flags_sharding = flags_sharding
 
     def __call__(self, made: HostBatch) -> _Placed:
-        batch = Batch(*(self._to_devices(field) for field in made.batch))
+        fields = (None if field is None else self._to_devices(field) for field in made.batch)
+        batch = Batch(*fields)
         return _Placed(batch, made.records, made.live)
 
     def _to_devices(self, field: np.ndarray) -> jax.Array:
@@ -470,7 +486,7 @@ def _why_not_go_on(saved: dict[str, Any], given: dict[str, Any]) -> str:
     if saved["tokenizer"] != given["tokenizer"]:
         return "a model cannot go on with other ids"
     if "whole" in (saved["packing"], given["packing"]) and not _other_documents(saved, given):
-        return "only packing 'stream' can be dealt anew"
+        return "only packing 'stream' can be assigned anew"
     return ""
 
 

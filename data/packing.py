@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from data.dealing import Position
+from data.assignment import Position
 from data.stream import Corpus, Counts, Piece, StreamReader
 
 # Columns of a row's table: those of a piece, then these.

@@ -45,6 +45,7 @@ def batches(
     records: np.ndarray,
     windows: int,
     workers: int,
+    positions: bool = False,
 ) -> grain.IterDataset:
     """Returns an endless dataset of `HostBatch`es; after the last epoch they are padding.
 
@@ -62,7 +63,9 @@ def batches(
             num_workers=workers, per_worker_buffer_size=max(1, 2 * windows * len(rows) // workers)
         )
         dataset = dataset.mp_prefetch(options, worker_init_fn=_set_up_worker)
-    return dataset.batch(windows * len(rows), batch_fn=lambda made: _stack(made, windows))
+    return dataset.batch(
+        windows * len(rows), batch_fn=lambda made: _stack(made, windows, positions)
+    )
 
 
 @contextlib.contextmanager
@@ -104,7 +107,7 @@ def shared_out(rows: int, workers: int) -> int:
     return max((n for n in range(1, min(rows, workers) + 1) if rows % n == 0), default=0)
 
 
-def _stack(made: list[dict[str, np.ndarray]], windows: int) -> HostBatch:
+def _stack(made: list[dict[str, np.ndarray]], windows: int, positions: bool) -> HostBatch:
     """Rows of window 0, then rows of window 1, ... -> arrays [W, B, T]."""
     table = np.stack([row["table"] for row in made])
     table = table.reshape(windows, -1, *table.shape[1:])
@@ -113,7 +116,7 @@ def _stack(made: list[dict[str, np.ndarray]], windows: int) -> HostBatch:
         tokens=field[TOKEN],
         targets=field[TARGET],
         segment_ids=field[SEGMENT],
-        positions=field[PLACE],
+        positions=field[PLACE] if positions else None,
         loss_weights=field[WEIGHT].astype(np.float32),
         target_bytes=field[TARGET_BYTES],
         continues=np.asarray([bool(row["continues"]) for row in made]).reshape(windows, -1),

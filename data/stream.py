@@ -1,6 +1,6 @@
 """One stream's documents, read token by token, from any saved position.
 
-A document becomes begin-id, its tokens, end-id. A long one is encoded in blocks of about a megabyte
+A document becomes begin-id, its tokens, end-id. A long one is encoded in spans of about a megabyte
 that end after a line, so that neither memory nor resuming depends on how long documents are; a
 tokenizer that merges over line ends may merge differently at such a cut.
 """
@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from data.dealing import Dealer, Position
+from data.assignment import DocumentAssigner, Position
 from data.documents import DocumentSource
 from data.readers import Text
 from data.tokenizer import Tokenizer
 
-BLOCK_BYTES = 1 << 20
+SPAN_BYTES = 1 << 20
 
 # Columns of the tables that tokens travel in.
 TOKEN, TARGET, TARGET_BYTES, WEIGHT = range(4)
@@ -46,12 +46,12 @@ class Corpus:
 
     source: DocumentSource
     tokenizer: Tokenizer
-    dealer: Dealer
+    assigner: DocumentAssigner
     sequence_length: int
 
 
 class StreamReader:
-    """Reads what was dealt to one stream, from a position on."""
+    """Reads what was assigned to one stream, from a position on."""
 
     def __init__(self, corpus: Corpus, stream: int, position: Position, counts: Counts):
         self._corpus = corpus
@@ -86,7 +86,7 @@ class StreamReader:
             self._counts["invalid_utf8"] += 1
         if document.finished:
             self._document = None
-            self._position = Position(before.hand, before.ordinal + 1)
+            self._position = Position(before.block, before.ordinal + 1)
         else:
             self._position = before._replace(
                 byte=document.byte,
@@ -103,16 +103,18 @@ class StreamReader:
         """
         while True:
             position = self._position
-            dealt = self._corpus.dealer.documents(self._stream, position.hand)
-            if dealt is None:
+            assigned = self._corpus.assigner.documents(self._stream, position.block)
+            if assigned is None:
                 return None
-            if position.ordinal == len(dealt):
-                self._position = Position(position.hand + 1)
+            if position.ordinal == len(assigned):
+                self._position = Position(position.block + 1)
                 continue
-            index = int(dealt[position.ordinal])
-            begun = position if position.place else self._corpus.dealer.start(position.hand, index)
+            index = int(assigned[position.ordinal])
+            begun = (
+                position if position.place else self._corpus.assigner.start(position.block, index)
+            )
             if begun:
-                self._position = begun._replace(hand=position.hand, ordinal=position.ordinal)
+                self._position = begun._replace(block=position.block, ordinal=position.ordinal)
             document = self._open(index, self._position)
             if document is not None:
                 self._skipped = 0
@@ -120,7 +122,7 @@ class StreamReader:
                     self._counts["documents"] += 1
                     self._counts["one_byte"] += len(document.text) == 1
                 return document
-            self._position = Position(position.hand, position.ordinal + 1)
+            self._position = Position(position.block, position.ordinal + 1)
             self._give_up_without_text()
 
     def _give_up_without_text(self) -> None:
@@ -146,7 +148,7 @@ class StreamReader:
 
 
 class _OpenDocument:
-    """A document's tokens from a position on, encoded block by block."""
+    """A document's tokens from a position on, encoded span by span."""
 
     def __init__(self, text: Text, tokenizer: Tokenizer, position: Position):
         self.text = text
@@ -154,11 +156,11 @@ class _OpenDocument:
         self._tokenizer = tokenizer
         self._encoded_to = position.byte
         self._cursor = position.token
-        # What is held: whole blocks, the cursor in the first or just behind it.
+        # What is held: whole spans, the cursor in the first or just behind it.
         self._ids = np.zeros(0, np.int32)
         self._nbytes = np.zeros(0, np.int32)
-        self._starts: list[tuple[int, int]] = []  # of each block: (byte, index into _ids)
-        self._encode_block()
+        self._starts: list[tuple[int, int]] = []  # of each span: (byte, index into _ids)
+        self._encode_span()
 
     @property
     def _all_encoded(self) -> bool:
@@ -175,20 +177,20 @@ class _OpenDocument:
 
     @property
     def byte(self) -> int:
-        return self._block_at_cursor()[0]
+        return self._span_at_cursor()[0]
 
     @property
     def token(self) -> int:
-        return self._cursor - self._block_at_cursor()[1]
+        return self._cursor - self._span_at_cursor()[1]
 
-    def _block_at_cursor(self) -> tuple[int, int]:
+    def _span_at_cursor(self) -> tuple[int, int]:
         return [start for start in self._starts if start[1] <= self._cursor][-1]
 
     def take(self, limit: int) -> np.ndarray:
         """Returns the next tokens and their targets, [n, 4] int32 with n <= limit."""
         # One more than asked for: the last one's target.
         while len(self._ids) - self._cursor <= limit and not self._all_encoded:
-            self._encode_block()
+            self._encode_span()
         start = self._cursor
         stop = min(start + limit, len(self._ids))
         targets = self._ids[start + 1 : stop + 1]
@@ -200,10 +202,10 @@ class _OpenDocument:
         self._cursor = stop
         return table
 
-    def _encode_block(self) -> None:
-        self._drop_read_blocks()
+    def _encode_span(self) -> None:
+        self._drop_read_spans()
         start = self._encoded_to
-        stop = block_end(self.text, start)
+        stop = span_end(self.text, start)
         text = bytes(self.text[start:stop])
         self.invalid = self.invalid or not _is_utf8(text)
         ids, nbytes = self._tokenizer.encode(text)
@@ -219,19 +221,19 @@ class _OpenDocument:
         self._ids = np.concatenate([self._ids, np.asarray(ids, np.int32)])
         self._nbytes = np.concatenate([self._nbytes, np.asarray(nbytes, np.int32)])
 
-    def _drop_read_blocks(self) -> None:
+    def _drop_read_spans(self) -> None:
         if not self._starts:
             return
-        byte, first = self._block_at_cursor()
+        byte, first = self._span_at_cursor()
         self._starts = [(b, i - first) for b, i in self._starts if b >= byte]
         self._ids = self._ids[first:]
         self._nbytes = self._nbytes[first:]
         self._cursor -= first
 
 
-def block_end(text: Text, start: int) -> int:
-    """Returns where the block that starts at byte `start` ends: after a line, within a megabyte."""
-    end = start + BLOCK_BYTES
+def span_end(text: Text, start: int) -> int:
+    """Returns where the span that starts at byte `start` ends: after a line, within a megabyte."""
+    end = start + SPAN_BYTES
     if end >= len(text):
         return len(text)
     newline = bytes(text[start:end]).rfind(b"\n")

@@ -1,8 +1,8 @@
 """Mesh axes, what is cut along them, and `ParamSpec`, the description of one parameter.
 
 Mesh axes: "data" and "fsdp" divide rows, "context" tokens, "tensor" heads, FFN columns and the
-vocabulary. Parameters are divided over "fsdp" along the residual width and over "tensor" along
-heads, FFN and vocabulary.
+vocabulary. Parameters are divided over "tensor" along heads, FFN and vocabulary, and matrices over
+"fsdp" and "context" along the first axis that divides; they are whole on every "data" rank.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 DATA, FSDP, CONTEXT, TENSOR = MESH_AXES = ("data", "fsdp", "context", "tensor")
 ROWS = (DATA, FSDP)
@@ -23,17 +23,9 @@ Tree = Any  # a pytree; JAX has no public type for one
 Arrays = dict[str, Any]  # a pytree of arrays whose root is a dict
 Specs = Mapping[str, Any]  # a pytree of ParamSpec whose root is a dict
 
-# Which mesh axis divides an axis of a parameter. A mesh axis divides one axis of a parameter at
-# most, the first that asks for it.
-_MESH_AXIS = {
-    "repeats": None,
-    "vocab": TENSOR,
-    "width": FSDP,
-    "gate_rank": FSDP,
-    "heads": TENSOR,
-    "ffn": TENSOR,
-    "whole": None,
-}
+AT_REST = (FSDP, CONTEXT)  # mesh axes that divide matrices where they are kept, not where used
+_TENSOR_AXES = ("vocab", "heads", "ffn")  # divided over "tensor": the first that a parameter has
+_INNER_AXES = ("width", "gate_rank")  # a parameter with one of these is a matrix
 
 Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
@@ -51,7 +43,8 @@ class ParamSpec:
     """One parameter. All are float32; they are cast where they are used.
 
     Attributes:
-        shape: elements along each axis. axes: what each axis is, a key of `_MESH_AXIS`.
+        shape: elements along each axis. axes: what each axis is: "repeats", "width", "gate_rank",
+            "vocab", "heads", "ffn", or "whole", which is never divided.
         init: (key, shape) -> float32 array. decays: weight decay applies.
         cast: layers use it in the compute dtype; the others stay float32.
         muon: the last two axes are a matrix (input, output) that Muon may orthogonalise; a leading
@@ -66,18 +59,33 @@ class ParamSpec:
     muon: bool
 
     @property
-    def partition(self) -> PartitionSpec:
-        """How it is divided at rest."""
-        taken: list[str | None] = []
-        for axis in self.axes:
-            mesh_axis = _MESH_AXIS[axis]
-            taken.append(None if mesh_axis in taken else mesh_axis)
-        return PartitionSpec(*taken)
-
-    @property
     def use_partition(self) -> PartitionSpec:
-        """How it is divided where it is used: gathered over fsdp."""
-        return PartitionSpec(*(None if axis == FSDP else axis for axis in self.partition))
+        """How it is divided where it is used: over tensor only."""
+        named = [axis for axis in self.axes if axis in _TENSOR_AXES][:1]
+        return PartitionSpec(*(TENSOR if axis in named else None for axis in self.axes))
+
+    def partition(self, mesh: Mesh) -> PartitionSpec:
+        """How it is divided at rest: a matrix over fsdp and context, too.
+
+        Along one axis if one is divisible by both, trying the residual width first; otherwise along
+        an axis each. It is whole over a mesh axis that divides none. Small parameters stay whole.
+        """
+        if not any(axis in _INNER_AXES for axis in self.axes):
+            return self.use_partition
+        divided: list[tuple[str, ...]] = [(axis,) if axis else () for axis in self.use_partition]
+        if not self._divide(divided, AT_REST, mesh):
+            for axis in AT_REST:
+                self._divide(divided, (axis,), mesh)
+        return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in divided))
+
+    def _divide(self, divided: list[tuple[str, ...]], axes: tuple[str, ...], mesh: Mesh) -> bool:
+        """Adds mesh axes to the first axis that is divisible by them; whether there is one."""
+        candidates = [n for n, axis in enumerate(self.axes) if axis != "repeats"]
+        for n in sorted(candidates, key=lambda n: self.axes[n] not in _INNER_AXES):
+            if self.shape[n] % math.prod(mesh.shape[axis] for axis in (*divided[n], *axes)) == 0:
+                divided[n] += axes
+                return True
+        return False
 
 
 def matrix(

@@ -88,6 +88,9 @@ class ModelConfig(KdaOptions, AttentionOptions):
                 f"a divisor of config.model.attention_heads ({self.attention_heads})",
                 divisors_text(self.attention_heads),
             )
+        if self.attention_memory and not self.carry:
+            needed = "0 where config.model.carry is False"
+            raise wrong("config.model.attention_memory", self.attention_memory, needed, 0)
 
     @property
     def mixers(self) -> tuple[str, ...]:

@@ -13,13 +13,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels.segments import plan_segments
-from model.axes import CONTEXT, TOKEN_SPEC, Arrays, Specs, Tree
+from model.axes import CONTEXT, FSDP, TENSOR, TOKEN_SPEC, Arrays, Specs, Tree
 from model.config import ModelConfig
 from model.ffn import FeedForward, feed_forwards_of
 from model.layers import constrain, rms_norm
 from model.mixers.protocol import Metrics, Mixer, RowPlan
 from model.mixers.registry import mixers_of
 from model.params import block_specs, param_specs, use_params
+
+_TOKEN_AXIS = {FSDP: 0, CONTEXT: 1}  # which axis of [B, T] a mesh axis cuts
 
 
 def forward(
@@ -89,9 +91,31 @@ def carry_shardings(cfg: ModelConfig, mesh: Mesh) -> Arrays:
 
 
 def _embed(params: Arrays, cfg: ModelConfig, tokens: jax.Array, mesh: Mesh) -> jax.Array:
-    """[B, T] -> [B, T, D]. A token outside the padded vocabulary gives NaN."""
-    table = use_params(params["embedding"], param_specs(cfg)["embedding"], cfg, mesh)
-    return jnp.take(table, tokens, axis=0).astype(cfg.compute_dtype)
+    """[B, T] -> [B, T, D]. A token outside the padded vocabulary gives NaN.
+
+    A rank looks up its columns for the tokens of all ranks that share the table's width out, and
+    the columns are then exchanged for tokens: neither the table nor its gradient is ever whole.
+    """
+    table, spec = params["embedding"], param_specs(cfg)["embedding"]
+    kept = spec.partition(mesh)[1]
+    axes = (kept,) if isinstance(kept, str) else kept or ()
+    where = PartitionSpec(TENSOR, axes)
+
+    def look_up(table, tokens):
+        for axis in axes:
+            tokens = jax.lax.all_gather(tokens, axis, axis=_TOKEN_AXIS[axis], tiled=True)
+        first = jax.lax.axis_index(TENSOR) * table.shape[0]
+        mine = (tokens >= first) & (tokens < first + table.shape[0])
+        x = jnp.take(table, jnp.where(mine, tokens - first, 0), axis=0)
+        x = jax.lax.psum(jnp.where(mine[..., None], x, 0), TENSOR)
+        known = (tokens >= 0) & (tokens < cfg.padded_vocab_size)
+        x = jnp.where(known[..., None], x, jnp.nan).astype(cfg.compute_dtype)
+        for axis in reversed(axes):
+            x = jax.lax.all_to_all(x, axis, _TOKEN_AXIS[axis], 2, tiled=True)
+        return x
+
+    look_up = jax.shard_map(look_up, mesh=mesh, in_specs=(where, TOKEN_SPEC), out_specs=TOKEN_SPEC)
+    return look_up(constrain(table, mesh, where), tokens)
 
 
 def _run_blocks(
@@ -130,6 +154,8 @@ def _block(
     says."""
 
     def block(params: Arrays, hidden: jax.Array, carry: Arrays):
+        # Else XLA casts all layers' matrices before the loop over layers, and keeps both.
+        params, hidden = jax.lax.optimization_barrier((params, hidden))
         params = use_params(params, specs, cfg, mesh)
         x = rms_norm(hidden, params["mixer_norm"], cfg.norm_eps)
         x, carry, metrics = mixer.forward(params["mixer"], cfg, x, plan, carry, mesh)

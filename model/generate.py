@@ -2,7 +2,8 @@
 
 There is no second implementation of the model. Both phases call `model.decoder.forward`, whose
 carry is all that the next token needs: for a KDA layer its state and the convolution's last inputs,
-so a token costs the same time and memory whatever came before it.
+so a token costs the same time and memory whatever came before it; for an attention layer the last
+keys and values, of a fixed number.
 
 Axes: B row, T token, V vocabulary entry.
 """
@@ -67,11 +68,21 @@ class Generator:
             rematerialisation do not matter here. mesh: rows are not split, so data, fsdp and
             context are 1; heads may be over tensor.
         piece: tokens of a prompt that are processed at once. Memory grows with it.
+        attention_memory: tokens that attention layers see before a piece or a new token;
+            cfg.attention_memory where that is more.
     """
 
-    def __init__(self, params: Arrays, cfg: ModelConfig, mesh: Mesh, piece: int = 512):
+    def __init__(
+        self,
+        params: Arrays,
+        cfg: ModelConfig,
+        mesh: Mesh,
+        piece: int = 512,
+        attention_memory: int = 4096,
+    ):
         self._params, self._mesh, self._piece = params, mesh, piece
-        self._cfg = dataclasses.replace(cfg, carry=True, remat="none")
+        memory = max(cfg.attention_memory, attention_memory)
+        self._cfg = dataclasses.replace(cfg, carry=True, remat="none", attention_memory=memory)
         whole = NamedSharding(mesh, PartitionSpec())
         self._shardings = carry_shardings(self._cfg, mesh), whole
         self._advance = jax.jit(self._forward, donate_argnums=1, out_shardings=self._shardings)

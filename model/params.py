@@ -6,6 +6,7 @@ table, so that none of them can miss a parameter.
 """
 
 import dataclasses
+import functools
 import math
 import zlib
 
@@ -51,21 +52,39 @@ def init_params(cfg: ModelConfig, key: jax.Array) -> Arrays:
 
 def param_shardings(cfg: ModelConfig, mesh: Mesh) -> Tree:
     """Tree of `NamedSharding`, one a parameter."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec.partition), param_specs(cfg))
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec.partition(mesh)), param_specs(cfg))
 
 
 def use_params(params: Tree, specs: Tree, cfg: ModelConfig, mesh: Mesh) -> Tree:
-    """Parameters as layers use them: cast, then gathered over fsdp.
+    """Parameters as layers use them: cast, then gathered over fsdp and context.
 
     The constraint is explicit because the compiler might otherwise divide a product's sum over
-    fsdp, whose ranks hold different rows. The gradients come back scattered the same way.
+    fsdp, whose ranks hold different rows. The gradients are scattered the same way.
     """
 
     def use(spec: ParamSpec, param: jax.Array) -> jax.Array:
         param = param.astype(cfg.compute_dtype) if spec.cast else param
-        return jax.lax.with_sharding_constraint(param, NamedSharding(mesh, spec.use_partition))
+        kept, used = spec.partition(mesh), spec.use_partition
+        return _gather(NamedSharding(mesh, kept), NamedSharding(mesh, used), param)
 
     return jax.tree.map(use, specs, params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(kept: NamedSharding, used: NamedSharding, param: jax.Array) -> jax.Array:
+    return jax.lax.with_sharding_constraint(param, used)
+
+
+def _gather_forward(kept, used, param):
+    return _gather(kept, used, param), None
+
+
+def _gather_backward(kept, used, _, gradient):
+    """Constrained as it is kept, so that the compiler sums it by a reduce-scatter."""
+    return (jax.lax.with_sharding_constraint(gradient, kept),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def decay_mask(cfg: ModelConfig) -> Tree:

@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -38,7 +39,11 @@ def test_a_mistake_is_told_from_a_failure(monkeypatch, capsys, text, code, says)
 
     monkeypatch.setattr(train.process, "quiet_libraries", lambda: None)
     monkeypatch.setattr(train, "Signals", lambda: None)
-    monkeypatch.setattr(train.command_line, "parse", lambda argv: (smoke.get_config(), None))
+    monkeypatch.setattr(
+        train.command_line,
+        "parse",
+        lambda argv: (smoke.get_config(), types.SimpleNamespace(plan="")),
+    )
     monkeypatch.setattr(train, "start_jax", start)
     assert train.main(["train.py"]) == code
     assert capsys.readouterr().err.startswith(says)

@@ -5,11 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from model.params import param_specs
+from model.params import param_shardings, param_specs
 from tests.model_cases import MIXED, make_mesh, make_params
-from training.optimizer import OptimizerConfig, make_optimizer, make_schedule, rule_names
+from training.optimizer import OptimizerConfig, _muon, make_optimizer, make_schedule, rule_names
 from training.state import flatten, state_shapes
 
 OPTIONS = OptimizerConfig(
@@ -65,7 +66,7 @@ def test_every_parameter_has_the_rule_of_its_kind(optimizer):
 
 def updates(options: OptimizerConfig, gradients, params):
     """The first update of each parameter, by name."""
-    optimizer = make_optimizer(options, MIXED)
+    optimizer = make_optimizer(options, MIXED, make_mesh())
     state = optimizer.init(params)
     change, _ = jax.jit(optimizer.update)(gradients, state, params)
     return jax.device_get(flatten(change))
@@ -122,7 +123,7 @@ def test_gradients_are_clipped_by_their_global_norm(tree):
 def test_moments_lie_where_their_parameters_do(optimizer):
     mesh = make_mesh(fsdp=2, tensor=2)
     options = dataclasses.replace(OPTIONS, name=optimizer)
-    shapes = state_shapes(MIXED, mesh, make_optimizer(options, MIXED), 2, 4)
+    shapes = state_shapes(MIXED, mesh, make_optimizer(options, MIXED, mesh), 2, 4)
     params = flatten(shapes.params)
     moments = 0
     for path, leaf in flatten(shapes.opt_state).items():
@@ -139,23 +140,48 @@ def test_moments_lie_where_their_parameters_do(optimizer):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_ranks_of_a_sequence_share_out_moments_and_their_update(optimizer):
-    cfg, mesh = dataclasses.replace(MIXED, num_repeats=2), make_mesh(context=2)
-    rule = make_optimizer(dataclasses.replace(OPTIONS, name=optimizer), cfg)
-    shapes = state_shapes(cfg, mesh, rule, 2, 4)
-    cut = [
-        leaf.sharding.shard_shape(leaf.shape) == (leaf.shape[0] // 2, *leaf.shape[1:])
-        for path, leaf in flatten(shapes.opt_state).items()
-        if leaf.ndim > 1 and "ns_coeffs" not in path
-    ]
-    assert cut and all(cut)
-    assert all(x.sharding.shard_shape(x.shape) == x.shape for x in jax.tree.leaves(shapes.params))
+@pytest.mark.parametrize("shape", [{"context": 2}, {"fsdp": 2, "context": 2, "tensor": 2}])
+def test_updates_of_pieces_are_those_of_whole_parameters(optimizer, shape):
+    """Three matrices of a shape do not divide by two or eight ranks."""
+    cfg, mesh = dataclasses.replace(MIXED, num_repeats=3), make_mesh(**shape)
+    options = dataclasses.replace(OPTIONS, name=optimizer, warmup_steps=0)
+    shapes = state_shapes(cfg, mesh, make_optimizer(options, cfg, mesh), 2, 4)
     params = make_params(cfg)
     gradients = jax.tree.map(jnp.cos, params)
-    alone, _ = jax.jit(rule.update)(gradients, rule.init(params), params)
+    whole = make_optimizer(options, cfg, make_mesh())
+    alone, _ = jax.jit(whole.update)(gradients, whole.init(params), params)
+    rule = make_optimizer(options, cfg, mesh)
     where = jax.tree.map(lambda x: x.sharding, (shapes.params, shapes.opt_state))
     given = jax.device_put((gradients, rule.init(params), params), (*where, where[0]))
     shared, _ = jax.jit(rule.update, out_shardings=where)(*given)
     for name, update in flatten(shared).items():
         expected = flatten(alone)[name]
         np.testing.assert_allclose(update, expected, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_muon_is_optaxs(count):
+    """Updates and state, by name, over some steps; optax's own is the oracle."""
+    cfg = dataclasses.replace(MIXED, num_repeats=count)
+    params = {n: x for n, x in flatten(make_params(cfg)).items() if n.endswith(("/q", "down"))}
+    names = flatten(param_shardings(cfg, make_mesh()))
+    options = dataclasses.replace(OPTIONS, name="muon", warmup_steps=0)
+    ours = _muon(options, {name: names[name] for name in params})
+    theirs = optax.contrib.muon(
+        make_schedule(options), beta=0.95, weight_decay=0.5, consistent_rms=0.2,
+        muon_weight_dimension_numbers=lambda tree: jax.tree.map(
+            lambda x: optax.contrib.MuonDimensionNumbers(1, 2), tree
+        ),
+    )  # fmt: skip
+    states = ours.init(params), theirs.init(params)
+    for step in range(3):
+        gradients = jax.tree.map(lambda x, step=step: jnp.cos(100 * x + step), params)
+        ours_now, our_state = jax.jit(ours.update)(gradients, states[0], params)
+        theirs_now, their_state = jax.jit(theirs.update)(gradients, states[1], params)
+        states = our_state, their_state
+        for name in params:
+            np.testing.assert_allclose(ours_now[name], theirs_now[name], rtol=1e-4, atol=1e-6)
+    found, expected = flatten(states[0]), flatten(states[1])
+    assert found.keys() == {n for n in expected if "/adam/" not in n}
+    for name, leaf in found.items():
+        np.testing.assert_allclose(leaf, expected[name], rtol=1e-6, err_msg=name)

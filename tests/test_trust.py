@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from checkpoints.manager import CheckpointError, Manager, Retention
+from checkpoints.manager import CheckpointError, Manager
+from checkpoints.retention import Retention
 from data.loader import make_loader
 from data.options import DataConfig
 from tests.model_cases import make_mesh

@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from model.config import ModelConfig
-from model.params import decay_mask, muon_mask
+from model.params import decay_mask, muon_mask, param_shardings
+from training.muon import scale_by_muon, scale_by_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,9 @@ def make_schedule(options: OptimizerConfig) -> optax.Schedule:
     )
 
 
-def make_optimizer(options: OptimizerConfig, cfg: ModelConfig) -> optax.GradientTransformation:
+def make_optimizer(
+    options: OptimizerConfig, cfg: ModelConfig, mesh: Mesh
+) -> optax.GradientTransformation:
     """Clipping, then each parameter's rule by the model's own table. See `rule_names`."""
     schedule = make_schedule(options)
 
@@ -62,15 +66,7 @@ def make_optimizer(options: OptimizerConfig, cfg: ModelConfig) -> optax.Gradient
     rules = {
         "adamw": adamw(options.weight_decay),
         "adamw_no_decay": adamw(0.0),
-        # 0.2 gives Muon's updates the size of AdamW's, so that both share one learning rate
-        # (Liu et al., "Muon is Scalable for LLM Training", 2025).
-        "muon": optax.contrib.muon(
-            schedule,
-            beta=options.muon_momentum,
-            weight_decay=options.weight_decay,
-            consistent_rms=0.2,
-            muon_weight_dimension_numbers=_matrix_axes,
-        ),
+        "muon": _muon(options, param_shardings(cfg, mesh)),
     }
     names = rule_names(options.name, cfg)
     used = set(jax.tree.leaves(names))
@@ -95,8 +91,14 @@ def rule_names(optimizer: str, cfg: ModelConfig) -> Any:
     return jax.tree.map(name, muon_mask(cfg), decay_mask(cfg))
 
 
-def _matrix_axes(params: Any) -> Any:
-    """The last two axes are the matrix; a leading one stacks layers, each taken by itself."""
-    return jax.tree.map(
-        lambda x: optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1), params
+def _muon(options: OptimizerConfig, shardings: Any) -> optax.GradientTransformation:
+    chain = optax.chain(
+        scale_by_muon(options.muon_momentum, shardings),
+        # 0.2 gives Muon's updates the size of AdamW's, so that both share one learning rate
+        # (Liu et al., "Muon is Scalable for LLM Training", 2025).
+        scale_by_size(0.2),
+        optax.add_decayed_weights(options.weight_decay),
+        optax.scale_by_learning_rate(make_schedule(options)),
     )
+    # In a partition, so that the state's arrays have the names that `optax.contrib.muon` gives.
+    return optax.partition({"muon": chain}, lambda params: jax.tree.map(lambda _: "muon", params))

@@ -1,5 +1,6 @@
 """What a run does to its own process: the streams it speaks through, and how it ends."""
 
+import io
 import logging
 import os
 import sys
@@ -15,6 +16,10 @@ def open_streams() -> None:
             if nowhere != number:
                 os.dup2(nowhere, number)
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
+        # A path or a text that the terminal's encoding lacks is escaped; it must not end a run.
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def quiet_libraries() -> None:

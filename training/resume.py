@@ -31,8 +31,14 @@ MODEL = (
 
 
 # What else the arrays of a training state are made of: moments, the carried inputs of the
-# convolutions, the losses that spikes are told by. Parameters alone can do without.
-STATE = (("optimizer", "name"), ("model", "compute_dtype"), ("train", "spike_window"))
+# convolutions, carried keys and values, the losses that spikes are told by. Parameters alone can do
+# without.
+STATE = (
+    ("optimizer", "name"),
+    ("model", "compute_dtype"),
+    ("model", "attention_memory"),
+    ("train", "spike_window"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """What a training run is at one step: everything that the next step depends on, as one pytree."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model.axes import CONTEXT
 from model.config import ModelConfig
 from model.decoder import carry_shardings, init_carry
 from model.params import init_params, param_shardings
@@ -88,31 +86,14 @@ def _maker(cfg, optimizer, rows: int, window: int) -> Callable[[Any], TrainState
 def _shardings(cfg, mesh: Mesh, shapes: TrainState) -> TrainState:
     whole = NamedSharding(mesh, PartitionSpec())
     params = param_shardings(cfg, mesh)
-    moments = jax.tree.map(_moment_sharding, shapes.params, params)
-    opt_state = _like_params(shapes.opt_state, flatten(shapes.params), flatten(moments), whole)
+    opt_state = _like_params(shapes.opt_state, flatten(shapes.params), flatten(params), whole)
     return jax.tree.map(lambda _: whole, shapes)._replace(
         params=params, opt_state=opt_state, carry=carry_shardings(cfg, mesh)
     )
 
 
-def _moment_sharding(param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
-    """Where a parameter's moments lie: with it, and its first axis shared out over context, too.
-
-    That axis is the layers' number, the embedding's vocabulary or the head's width. Every rank of a
-    sequence holds all parameters, and would work out the same update; this way each does its share
-    of it (Muon's products, above all, which take whole matrices), keeps that share's moments alone,
-    and the updates are gathered.
-    """
-    first, *rest = sharding.spec or (None,)
-    axes = (CONTEXT,) if first is None else (first, CONTEXT)
-    ranks = math.prod(sharding.mesh.shape[axis] for axis in axes)
-    if sharding.mesh.shape[CONTEXT] == 1 or param.ndim < 2 or param.shape[0] % ranks:
-        return sharding
-    return NamedSharding(sharding.mesh, PartitionSpec(axes, *rest))
-
-
 def _like_params(opt_state, params: dict[str, Any], shardings: dict[str, Any], whole) -> Any:
-    """Shardings of the optimizer's arrays: moments as `_moment_sharding` says, counts whole.
+    """Shardings of the optimizer's arrays: moments as their parameters, counts whole.
 
     A moment's path ends in its parameter's path, whatever optax wraps around it.
     """

@@ -64,9 +64,6 @@ def make_train_step(
         total = jnp.maximum(jnp.sum(batch.loss_weights), 1.0)
         grads, (nll, z), reported, carry = _gradients(options, cfg, mesh, state, batch, total)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        # Gathered before they are added, which happens in place: what XLA gathers into a result it
-        # copies there, and all gathered parameters would exist twice at the step's end.
-        updates = jax.lax.with_sharding_constraint(updates, where.params)
         done = state._replace(
             params=optax.apply_updates(state.params, updates), opt_state=opt_state, carry=carry
         )
@@ -128,7 +125,9 @@ def make_votes(mesh: Mesh) -> tuple[jax.Array, jax.Array]:
     return vote(0), vote(1)
 
 
-def batch_shapes(mesh: Mesh, windows: int, rows: int, length: int) -> Batch:
+def batch_shapes(
+    mesh: Mesh, windows: int, rows: int, length: int, positions: bool = False
+) -> Batch:
     """A batch's shapes, types and shardings; nothing is read."""
 
     def array(shape, dtype, *spec):
@@ -143,7 +142,7 @@ def batch_shapes(mesh: Mesh, windows: int, rows: int, length: int) -> Batch:
         tokens=number,
         targets=number,
         segment_ids=number,
-        positions=number,
+        positions=number if positions else None,
         loss_weights=tokens(jnp.float32),
         target_bytes=number,
         continues=array((windows, rows), jnp.bool_, None, ROWS),

@@ -58,7 +58,7 @@ def attention(
     Returns:
         out [B, H, T, d] in q's dtype, 0 at padding. With memory, what the next row's is, as many
         tokens: the positions up to the last segment's last token, valid as far as they belong to
-        that segment; in a row without tokens nothing is valid.
+        that segment and zero elsewhere; in a row without tokens nothing is valid.
 
     Raises:
         ValueError: for shapes that do not fit or an unknown implementation.
@@ -129,8 +129,10 @@ def _next_memory(
             x, start
         )
 
-    k, v = (jnp.concatenate(parts, 2) for parts in zip(before[:2], keys[:2]))
-    return Memory(window(k, 1), window(v, 1), window(kept, 0))
+    valid = window(kept, 0)
+    k, v = (window(jnp.concatenate(parts, 2), 1) for parts in zip(before[:2], keys[:2]))
+    kept_tokens = valid[:, None, :, None]
+    return Memory(jnp.where(kept_tokens, k, 0), jnp.where(kept_tokens, v, 0), valid)
 
 
 def _unit(name: str, block: int, length: int, ranks: int) -> Blocks:

@@ -8,14 +8,14 @@ jit shards the projections; attention runs in one `jax.shard_map` island, rows o
 "fsdp"), tokens over "context", heads over "tensor". There each rank gathers the row's keys and
 values, and ranks exchange queries so that causality leaves them equal work (kernels/attention).
 
-Axes: B row, T token, D residual width.
+Axes: B row, T token, D residual width, G key-value head, M token of the memory, d head channel.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from kernels.attention import attention
+from kernels.attention import Memory, attention
 from kernels.short_conv import split_heads
 from model.axes import (
     CONTEXT,
@@ -35,6 +35,8 @@ from model.mixers.protocol import Metrics, RowPlan
 
 READS_POSITIONS = False
 _CHANNEL_SPEC = PartitionSpec(ROWS, CONTEXT, TENSOR)  # [B, T, channels of all heads]
+_KEYS_SPEC = PartitionSpec(ROWS, TENSOR, CONTEXT)  # [B, G, M, d]
+_MEMORY_SPECS = (_KEYS_SPEC, _KEYS_SPEC, TOKEN_SPEC)
 
 
 def param_specs(cfg: ModelConfig) -> Specs:
@@ -51,13 +53,23 @@ def param_specs(cfg: ModelConfig) -> Specs:
 
 
 def init_carry(cfg: ModelConfig, rows: int) -> Arrays:
-    """None: attention sees the current row only."""
-    return {}
+    """No tokens: {"k", "v": [B, G, M, d] in the compute dtype, "valid": [B, M] float32}.
+
+    Tokens are in order, the last one at the end; valid is 1 where the token belongs to the last
+    segment so far, else 0. {} without cfg.carry or cfg.attention_memory.
+    """
+    if not (cfg.carry and cfg.attention_memory):
+        return {}
+    shape = (rows, cfg.attention_kv_heads, cfg.attention_memory, cfg.attention_head_dim)
+    keys = jnp.zeros(shape, cfg.compute_dtype)
+    return {"k": keys, "v": keys, "valid": jnp.zeros((rows, cfg.attention_memory), jnp.float32)}
 
 
 def carry_specs(cfg: ModelConfig) -> Tree:
-    """None."""
-    return {}
+    """Rows as the batch's, heads over tensor, tokens over context."""
+    if not (cfg.carry and cfg.attention_memory):
+        return {}
+    return dict(zip(Memory._fields, _MEMORY_SPECS))
 
 
 def flops_per_token(cfg: ModelConfig) -> float:
@@ -71,37 +83,65 @@ def flops_per_key(cfg: ModelConfig) -> float:
 
 
 def mesh_needs(cfg: ModelConfig) -> list[MeshNeed]:
-    """Heads over tensor."""
+    """Heads over tensor, carried tokens over context."""
     return [
         MeshNeed(TENSOR, "attention_heads", cfg.attention_heads),
         MeshNeed(TENSOR, "attention_kv_heads", cfg.attention_kv_heads),
+        MeshNeed(CONTEXT, "attention_memory", cfg.attention_memory),
     ]
 
 
 def forward(
     params: Arrays, cfg: ModelConfig, x: jax.Array, plan: RowPlan, carry: Arrays, mesh: Mesh
 ) -> tuple[jax.Array, Arrays, Metrics]:
-    """Mixes x [B, T, D] along the tokens of each segment of this row -> [B, T, D].
+    """Mixes x [B, T, D] along the tokens of each segment.
 
-    Attention keeps to the row: where a document continues from the last row, its tokens there are
-    not seen (a KDA layer's state is carried instead).
+    Args:
+        carry: as `init_carry` makes it. A row that continues sees these keys and values, the last
+            cfg.attention_memory tokens of its first segment; without them it sees itself only.
+
+    Returns:
+        [B, T, D] in x's dtype, the carry after these tokens, and no metrics.
     """
     streams = [matmul(x, params[name]) for name in ("q", "k", "v")]
     axis_name = CONTEXT if mesh.shape[CONTEXT] > 1 else None
 
-    def attend(streams, segments):
+    def attend(streams, segments, begin):
         q, k, v = (split_heads(y, y.shape[2] // cfg.attention_head_dim) for y in streams)
-        out, _ = attention(q, k, v, segments, axis_name=axis_name, block=cfg.attention_block)
-        return jnp.moveaxis(out, 1, 2).reshape(*segments.index.shape, -1)
+        memory = Memory(*begin) if begin else None
+        out, end = attention(
+            q, k, v, segments, memory=memory, axis_name=axis_name, block=cfg.attention_block
+        )
+        return jnp.moveaxis(out, 1, 2).reshape(*segments.index.shape, -1), tuple(end or ())
 
+    memory_specs = _MEMORY_SPECS if carry else ()
     # The TPU kernels do not say along which axes their results vary. Every axis is named by the
-    # inputs that have a gradient and by the result, so nothing depends on that check.
+    # inputs that have a gradient and by the results, so nothing depends on that check.
     island = jax.shard_map(
         attend,
         mesh=mesh,
-        in_specs=(_CHANNEL_SPEC, TOKEN_SPEC),
-        out_specs=_CHANNEL_SPEC,
+        in_specs=(_CHANNEL_SPEC, TOKEN_SPEC, memory_specs),
+        out_specs=(_CHANNEL_SPEC, memory_specs),
         check_vma=False,
     )
     with jax.named_scope("attention"):
-        return matmul(island(streams, plan.segments), params["output"]), carry, {}
+        mixed, end = island(streams, plan.segments, _begin(plan, carry))
+        return matmul(mixed, params["output"]), _end(plan, carry, end), {}
+
+
+def _begin(plan: RowPlan, carry: Arrays) -> tuple[jax.Array, ...]:
+    """The fields of the `Memory` that each row starts with: nothing valid where it does not
+    continue."""
+    if not carry:
+        return ()
+    return carry["k"], carry["v"], (carry["valid"] > 0.5) & plan.continues[:, None]
+
+
+def _end(plan: RowPlan, carry: Arrays, end: tuple[jax.Array, ...]) -> Arrays:
+    """The carry after a batch: a row of only padding hands on what it was given."""
+
+    def merge(old, new):
+        rows = plan.has_tokens.reshape(-1, *[1] * (old.ndim - 1))
+        return jnp.where(rows, new.astype(old.dtype), old)
+
+    return {name: merge(carry[name], new) for name, new in zip(Memory._fields, end)}

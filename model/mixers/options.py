@@ -76,3 +76,10 @@ class AttentionOptions:
     attention_block: int = option(
         512, "Tokens in a block of the online softmax.", unit="tokens", minimum=1
     )
+    attention_memory: int = option(
+        0,
+        "Tokens of keys and values carried to the next row; an attention layer sees them where its "
+        "first document continues. A multiple of mesh.context; 0: it sees the row only.",
+        unit="tokens",
+        minimum=0,
+    )

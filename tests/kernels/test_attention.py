@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from kernels.attention import Memory, attention, attention_reference
+from kernels.attention.ranks import balance, line_of, pieces, restore
 from kernels.segments import plan_segments
 from tests.compiling import interpreted
 from tests.model_cases import make_mesh, row, worst_error
@@ -198,6 +199,24 @@ def test_the_next_memory_is_the_end_of_the_last_segment(ranks):
         kept = [t for t in kept if t > kept[-1] - case.memory]
         np.testing.assert_array_equal(after.k[b][:, after.valid[b]], k[b][:, kept])
         assert not kept or after.valid[b, -1]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_have_equal_work_under_causality(ranks):
+    """A rank's pieces are an early and a late one, of one sum; results return to their places."""
+    token = jnp.arange(ranks * 12)
+
+    def exchange(token):
+        line = line_of("context")
+        held = balance(line, token, 0)
+        return held, restore(line, held, 0), jnp.stack(pieces(line))
+
+    held, back, numbers = jax.shard_map(
+        exchange, mesh=make_mesh(context=ranks), in_specs=P("context"), out_specs=P("context")
+    )(token)
+    np.testing.assert_array_equal(back, token)
+    assert (numbers.reshape(ranks, 2).sum(1) == 2 * ranks - 1).all()
+    np.testing.assert_array_equal(held.reshape(-1, 6) // 6, numbers[:, None].repeat(6, 1))
 
 
 STREAM = np.concatenate([row((1, 30), (2, 100), (0, 14)), row((3, 70), (4, 74))])

@@ -95,8 +95,9 @@ def test_float32_products_are_float32():
 
 @pytest.mark.slow
 def test_memory_is_linear_in_the_row_length():
+    """At lengths of which nothing is kept in VMEM between kernels."""
     short, long = (
         compiled(V6E, 4, length=length).memory_analysis().temp_size_in_bytes
-        for length in (8192, 32768)
+        for length in (32768, 131072)
     )
     assert long < 4 * 1.1 * short

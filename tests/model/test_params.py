@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
+from model.axes import MESH_AXES
 from model.checks import check_mesh
 from model.config import ModelConfig
 from model.params import (
@@ -70,12 +72,38 @@ def test_plain_vectors_neither_decay_nor_go_to_muon_and_all_matrices_do():
     assert seen >= PLAIN | {"embedding", "head", "q", "beta", "decay_b", "down", "k_conv"}
 
 
-def test_no_mesh_axis_is_used_twice_and_large_parameters_are_cut_on_both():
+def flat_axes(spec) -> list[str]:
+    return [axis for axes in spec for axis in (axes if isinstance(axes, tuple) else [axes]) if axis]
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2, 2), (1, 4, 2, 1), (1, 1, 8, 1), (2, 1, 2, 2)])
+def test_matrices_are_cut_over_fsdp_context_and_tensor_and_vectors_over_tensor_only(shape):
+    mesh = make_mesh(**dict(zip(MESH_AXES, shape)))
     for path, spec in named(param_specs(WIDE)).items():
-        axes = [axis for axis in spec.partition if axis is not None]
+        partition = spec.partition(mesh)
+        axes = flat_axes(partition)
         assert len(set(axes)) == len(axes), path
-        if last_key(path) in {"q", "k", "v", "output", "gate", "up", "down", "embedding", "head"}:
-            assert set(axes) == {"fsdp", "tensor"}, path
+        pieces = math.prod(mesh.shape[axis] for axis in axes)
+        shard = NamedSharding(mesh, partition).shard_shape(spec.shape)  # raises where none divides
+        assert math.prod(shard) * pieces == math.prod(spec.shape), path
+        name = last_key(path)
+        if name in {"q", "k", "v", "output", "gate", "up", "down", "embedding", "head", "decay_b"}:
+            assert set(axes) == {"fsdp", "context", "tensor"}, path
+        elif name in PLAIN or "conv" in name:
+            assert set(axes) <= {"tensor"}, path
+
+
+def test_a_matrix_is_cut_along_whichever_axes_divide():
+    mesh = make_mesh(fsdp=2, context=4)
+    axes = ("repeats", "width", "ffn")
+    cut = {(5, 16, 3): (None, ("fsdp", "context"), "tensor"),
+           (5, 6, 16): (None, None, ("tensor", "fsdp", "context")),
+           (5, 6, 12): (None, "fsdp", ("tensor", "context")),
+           (8, 3, 5): (None, None, "tensor")}  # fmt: skip
+    for shape, expected in cut.items():
+        spec = dataclasses.replace(param_specs(WIDE)["blocks"][0]["ffn"]["up"], shape=shape)
+        assert spec.axes == axes
+        assert spec.partition(mesh) == PartitionSpec(*expected), shape
 
 
 def test_initial_values_are_those_of_the_sources(wide_params):

@@ -11,8 +11,8 @@ os.environ.update(
 import pytest
 from jax.experimental import topologies
 
-from benchmarks.step_tpu import build
 from configs import kda_cp4
+from training.estimate.compile import abstract_step
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ def compiled_step(topology: str, **model) -> str:
     config = kda_cp4.get_config()
     config.model.update(**model)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    step, arguments = build(devices, config, vocabulary=258)
+    step, arguments, *_ = abstract_step(devices, config, 258)
     return step.lower(*arguments).compile().as_text()
 
 

@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 
 BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+((?:[A-Z]{2}[: ,]*)*)\s*:\s*((?:>\s?)*)\{(.*)")
 EXIT = re.compile(r"scmp\.(?:ge|gt|eq)\.s32\.totalorder [^,]+, (-?\d+) /\* loop exit test")
+# A copy into another device's VMEM, and its size in granules of 32 bytes.
+SEND = re.compile(r"= dma\.general .*size_in_granules=\*/(\d+).*vmem-to-vmem")
+GRANULE = 32
 KERNEL_FILE = re.compile(r"\d+-(.*)-\d+-final_bundles\.txt$")
 
 
@@ -30,19 +33,40 @@ def compiler_environment(dump: str) -> dict[str, str]:
 
 
 @dataclass
-class _Loop:
-    """A loop being read: bundles in it (inner loops weighted) and its trip count."""
+class Loop:
+    """Bundles in the order of the schedule: runs of them, and inner loops.
+
+    sends: places in `items` before which a message to another device starts; sent: bytes of one.
+    """
 
     depth: int
-    bundles: int = 0
     trips: int = 1
+    items: list["int | Loop"] = field(default_factory=list)
+    sends: list[int] = field(default_factory=list)
+    sent: int = 0
+
+    def bundles(self, begin: int = 0, end: int | None = None) -> int:
+        """Bundles of one trip, of all items or those in a range."""
+        return sum(
+            item.trips * item.bundles() if isinstance(item, Loop) else item
+            for item in self.items[begin:end]
+        )
+
+    def add(self) -> None:
+        """One more bundle."""
+        if self.items and isinstance(self.items[-1], int) and len(self.items) not in self.sends:
+            self.items[-1] += 1
+        else:
+            self.items.append(1)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Bundles of all programs of a compilation, by name."""
+    """Bundles of all programs of a compilation, by name. Programs of one name are added up; `trees`
+    has the loops of one of them."""
 
     programs: dict[str, int] = field(default_factory=dict)
+    trees: dict[str, Loop] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -55,42 +79,47 @@ class Schedule:
 
 def read(dump: str) -> Schedule:
     """All schedules of a dump directory."""
-    programs: dict[str, int] = {}
+    schedule = Schedule()
     for path in pathlib.Path(dump).glob("*-final_bundles.txt"):
         match = KERNEL_FILE.match(path.name)
         if match and "schedule-analysis" not in path.name:
-            found = weigh(path.read_text(errors="replace").splitlines())
-            programs[match.group(1)] = programs.get(match.group(1), 0) + found
-    return Schedule(programs)
+            name = match.group(1)
+            tree = loops(path.read_text(errors="replace").splitlines())
+            schedule.programs[name] = schedule.programs.get(name, 0) + tree.bundles()
+            schedule.trees[name] = tree
+    return schedule
 
 
 def weigh(lines: list[str]) -> int:
     """Bundles of one program's schedule, loops by their trip counts."""
+    return loops(lines).bundles()
+
+
+def loops(lines: list[str]) -> Loop:
+    """The tree of loops of one program's schedule."""
     found = [(match, line) for line in lines if (match := BUNDLE.match(line))]
     depths = _depths([match for match, _ in found])
-    loops = [_Loop(0)]
-
-    def close():
-        done = loops.pop()
-        loops[-1].bundles += done.bundles * done.trips
-
+    open_loops = [Loop(0)]
     for (match, line), depth in zip(found, depths):
         labels, body = match.group(1), match.group(3)
         if body.startswith("}"):  # a delay slot has no loop marks: it belongs to the open loop
-            depth = loops[-1].depth
-        while loops[-1].depth > depth:
-            close()
-        if depth > 0 and "LB" in labels and loops[-1].depth == depth:
-            close()
-        if loops[-1].depth < depth:
-            loops.append(_Loop(depth))
-        loops[-1].bundles += 1
+            depth = open_loops[-1].depth
+        while open_loops[-1].depth > depth:
+            open_loops.pop()
+        if depth > 0 and "LB" in labels and open_loops[-1].depth == depth:
+            open_loops.pop()
+        if open_loops[-1].depth < depth:
+            open_loops[-1].items.append(loop := Loop(depth))
+            open_loops.append(loop)
+        here = open_loops[-1]
+        if send := SEND.search(line):
+            here.sends.append(len(here.items))
+            here.sent = int(send.group(1)) * GRANULE
+        here.add()
         if "loop exit test" in line:
             constants = EXIT.findall(line)
-            loops[-1].trips = max(int(constants[-1]), 1) if constants else 1
-    while len(loops) > 1:
-        close()
-    return loops[0].bundles
+            here.trips = max(int(constants[-1]), 1) if constants else 1
+    return open_loops[0]
 
 
 def _depths(bundles: list[re.Match]) -> list[int]:

@@ -6,7 +6,7 @@ import pytest
 
 from data.documents import open_source
 from data.options import DataConfig
-from tests.test_documents import texts
+from tests.data.test_documents import texts
 
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])

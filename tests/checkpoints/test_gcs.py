@@ -10,9 +10,11 @@ import threading
 import pytest
 from orbax.checkpoint._src.futures.future import _SignalingThread
 
-from checkpoints.manager import CheckpointError, Manager, Retention
+from checkpoints.lease import Lease
+from checkpoints.manager import CheckpointError, Manager
+from checkpoints.retention import Retention
+from tests.checkpoints.test_manager import KEEP, arrays, same, want
 from tests.fake_gcs import Hold, refuse
-from tests.test_manager import KEEP, arrays, same, want
 from tests.trainer import LIMIT, Running, digests_of, learning, reports, train
 
 
@@ -142,7 +144,7 @@ def test_a_step_whose_tidying_was_interrupted_is_tidied(gcs, place, lines):
     for step, score in ((1, 0.1), (2, 0.2)):
         manager.save(step, arrays(seed=step), {}, score)
     manager.wait()
-    for name in gcs.names(bucket, "run/1/metrics") + gcs.names(bucket, "run/1/state"):
+    for name in gcs.names(bucket, "run/1/state"):
         del gcs.buckets[bucket][name]
     manager = Manager(place, best, lines.append)
     assert manager.restore_latest(want(arrays()), "stop").step == 2
@@ -242,3 +244,65 @@ def test_another_run_begins_with_the_parameters_in_a_bucket(place, tmp_path):
 def one_line(text: str) -> bool:
     """Apart from what TensorStore says of the test's credentials."""
     return len([line for line in text.splitlines() if "GOOGLE_AUTH_TOKEN" not in line]) == 1
+
+
+def test_a_second_run_in_the_same_place_is_refused_and_harms_nothing(place, lines):
+    first = Manager(place, KEEP, lines.append, owner="host:/a")
+    first.save(1, arrays(seed=1), {})
+    with pytest.raises(CheckpointError, match=rf"^{place}: host:/a is saving there"):
+        Manager(place, KEEP, lines.append, owner="host:/b")
+    first.close()
+    second = Manager(place, KEEP, lines.append, owner="host:/b")
+    assert same(second.restore_latest(want(arrays()), "stop").arrays, arrays(seed=1))
+    second.close()
+
+
+def test_a_run_that_died_is_followed_by_itself_at_once_and_by_others_later(place, monkeypatch):
+    dead = Lease(place, "host:/a")
+    dead._ended.set()  # its heart stops; nothing is released
+    Lease(place, "host:/a")._ended.set()
+    with pytest.raises(CheckpointError, match="host:/a is saving there"):
+        Lease(place, "host:/b")
+    monkeypatch.setattr("checkpoints.lease.STALE_SECONDS", 0.0)
+    Lease(place, "host:/b").release()
+
+
+def test_a_run_whose_lease_was_taken_over_saves_no_more(place, lines, monkeypatch):
+    monkeypatch.setattr("checkpoints.lease.RENEW_SECONDS", 0.05)
+    first = Manager(place, KEEP, lines.append, owner="host:/a")
+    first.save(1, arrays(seed=1), {})
+    first.wait()
+    monkeypatch.setattr("checkpoints.lease.STALE_SECONDS", 0.0)
+    second = Manager(place, KEEP, lines.append, owner="host:/b")
+    first._lease._thread.join(30)
+    with pytest.raises(CheckpointError, match="host:/b is saving there"):
+        first.save(2, arrays(seed=2), {})
+    second.close()
+    first.close()
+
+
+def test_of_two_that_start_at_one_moment_one_gets_the_lease(place, monkeypatch):
+    """Both have read that there is no lease before either writes."""
+    read, both = Lease._read, threading.Barrier(2)
+
+    def together(self):
+        found = read(self)
+        both.wait(30)
+        return found
+
+    monkeypatch.setattr(Lease, "_read", together)
+    got, refused = [], []
+
+    def start(owner):
+        try:
+            got.append(Lease(place, owner))
+        except CheckpointError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=start, args=(owner,)) for owner in ("h:/a", "h:/b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(got) == len(refused) == 1, (got, refused)
+    got[0].release()

@@ -1,4 +1,4 @@
-"""Packing and dealing: every token once, in order, with the right flags."""
+"""Packing and assignment: every token once, in order, with the right flags."""
 
 from collections import Counter
 
@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import dealing, stream
-from data.dealing import Dealer, Earlier
+from data import assignment, stream
+from data.assignment import DocumentAssigner, SavedAssignment
 from data.options import DataConfig
 from data.packing import Record
 from data.pipeline import HostBatch, batches, count_batches, shared_out
 from data.readers import Document
 from data.stream import Corpus
 from data.tokenizer import ByteTokenizer
-from tests.memory_source import EOS, FIRST, corpus, naive_row, naive_stream_rows, tokens_of
+from tests.data.memory_source import EOS, FIRST, corpus, naive_row, naive_stream_rows, tokens_of
 
 # Lengths in words: empty, broken (-1), one word, around a row's length and far beyond it.
 LENGTHS = st.lists(st.integers(-1, 40), min_size=1, max_size=12).filter(lambda x: max(x) > 0)
@@ -25,7 +25,9 @@ def make(shared: Corpus, packing="stream", *, rows, records, windows=1, bins=3) 
     """Returns the batches of some rows up to the first without a token."""
     config = DataConfig(packing=packing, packing_bins=bins)
     made = []
-    for batch in batches(shared, config, rows=rows, records=records, windows=windows, workers=0):
+    for batch in batches(
+        shared, config, rows=rows, records=records, windows=windows, workers=0, positions=True
+    ):
         if not batch.live:
             return made
         made.append(batch)
@@ -36,9 +38,9 @@ def start(rows: int) -> np.ndarray:
     return np.asarray([Record().to_ints()] * rows, np.int64)
 
 
-def dealt(shared: Corpus, row: int, epochs: int) -> list[int]:
+def assigned(shared: Corpus, row: int, epochs: int) -> list[int]:
     """Returns the documents of a stream over all epochs."""
-    return [int(d) for epoch in range(epochs) for d in shared.dealer.documents(row, epoch)]
+    return [int(d) for epoch in range(epochs) for d in shared.assigner.documents(row, epoch)]
 
 
 def rows_of(made: list[HostBatch], row: int) -> list[dict[str, list]]:
@@ -77,7 +79,7 @@ def test_streams_hold_every_token_once_in_order(
         assert len(made) <= total
         longest = max(longest, len(made))
         for place, row in enumerate(mine):
-            expected = naive_stream_rows(tokens_of(lengths, dealt(shared, row, epochs)), length)
+            expected = naive_stream_rows(tokens_of(lengths, assigned(shared, row, epochs)), length)
             got = rows_of(made, place)
             assert got[: len(expected)] == expected
             padding = {**naive_row([], length), "continues": False}
@@ -112,7 +114,7 @@ def test_whole_documents_stay_whole(lengths, rows, length, bins, epochs, data):
     shared = corpus(lengths, rows=rows, sequence_length=length, epochs=epochs)
     made = make(shared, "whole", rows=list(range(rows)), records=start(rows), bins=bins)
     for row in range(rows):
-        expected = naive_whole_rows(tokens_of(lengths, dealt(shared, row, epochs)), length, bins)
+        expected = naive_whole_rows(tokens_of(lengths, assigned(shared, row, epochs)), length, bins)
         got = rows_of(made, row)
         assert got[: len(expected)] == expected
         assert not any(sum(r["segment_ids"]) for r in got[len(expected) :])
@@ -153,15 +155,20 @@ def naive_whole_rows(tokens: list[dict[str, int]], length: int, bins: int) -> li
     epochs=st.integers(1, 3),
     data=st.data(),
 )
-def test_dealing_anew_loses_and_repeats_nothing(lengths, changes, length, epochs, data):
+def test_assigning_anew_loses_and_repeats_nothing(lengths, changes, length, epochs, data):
     """A run that goes on with other rows, several times, still reads each token once an epoch."""
     seen: Counter = Counter()
-    earlier = None
+    previous = None
     for number, rows in enumerate(changes):
         shared = corpus(
-            lengths, rows=rows, sequence_length=length, epochs=epochs, seed=number, earlier=earlier
+            lengths,
+            rows=rows,
+            sequence_length=length,
+            epochs=epochs,
+            seed=number,
+            previous=previous,
         )
-        begin = Record()._replace(position=dealing.Position(hand=shared.dealer.first_hand))
+        begin = Record()._replace(position=assignment.Position(block=shared.assigner.first_block))
         records = np.asarray([begin.to_ints()] * rows)
         made = make(shared, rows=list(range(rows)), records=records)
         last = number == len(changes) - 1
@@ -171,7 +178,7 @@ def test_dealing_anew_loses_and_repeats_nothing(lengths, changes, length, epochs
             records = part.records
         assert not made or not made[0].batch.continues.any()
         positions = [[*Record.from_ints(ints).position] for ints in records]
-        earlier = Earlier.to_json(positions, number, earlier)
+        previous = SavedAssignment(positions=positions, seed=number, previous=previous)
     every = tokens_of(lengths, list(range(len(lengths))))
     assert {token: n for token, n in seen.items() if token >= FIRST} == {
         token["tokens"]: epochs for token in every if token["tokens"] >= FIRST
@@ -201,20 +208,20 @@ class BytesSource:
         st.binary(min_size=1, max_size=60),
         st.text(alphabet="ab\nüß漢🎉", min_size=1, max_size=40).map(str.encode),
     ),
-    block=st.integers(4, 9),
+    span=st.integers(4, 9),
     length=st.integers(2, 9),
     data=st.data(),
 )
-def test_long_documents_come_in_blocks_unnoticed(text, block, length, data):
+def test_long_documents_come_in_blocks_unnoticed(text, span, length, data):
     """Bytes come out whatever the size of blocks, from any position, and count their flaws once."""
     shared = Corpus(
         BytesSource([text]),
         ByteTokenizer(),
-        Dealer(np.asarray([len(text)]), streams=1, seed=0, epochs=1, shuffle=True),
+        DocumentAssigner(np.asarray([len(text)]), streams=1, seed=0, epochs=1, shuffle=True),
         length,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "BLOCK_BYTES", block)
+        patch.setattr(stream, "SPAN_BYTES", span)
         made = make(shared, rows=[0], records=start(1))
         cut = data.draw(st.integers(0, len(made) - 1))
         again = make(shared, rows=[0], records=made[cut].records)
@@ -234,13 +241,13 @@ def test_long_documents_come_in_blocks_unnoticed(text, block, length, data):
 
 
 def test_blocks_end_after_a_line_or_a_character(monkeypatch):
-    monkeypatch.setattr(stream, "BLOCK_BYTES", 6)
-    assert stream.block_end(b"ab\ncd\nefgh", 0) == 6
-    assert stream.block_end(b"ab\ncdefgh", 0) == 3
-    assert stream.block_end(b"abcdefgh", 0) == 6
-    assert stream.block_end("abcd漢x".encode(), 0) == 4
-    assert stream.block_end("ab漢xyzz".encode(), 0) == 6
-    assert stream.block_end(b"x" + b"\x80" * 9, 0) == 6  # no character to respect: still goes on
+    monkeypatch.setattr(stream, "SPAN_BYTES", 6)
+    assert stream.span_end(b"ab\ncd\nefgh", 0) == 6
+    assert stream.span_end(b"ab\ncdefgh", 0) == 3
+    assert stream.span_end(b"abcdefgh", 0) == 6
+    assert stream.span_end("abcd漢x".encode(), 0) == 4
+    assert stream.span_end("ab漢xyzz".encode(), 0) == 6
+    assert stream.span_end(b"x" + b"\x80" * 9, 0) == 6  # no character to respect: still goes on
 
 
 def test_empty_and_broken_documents_are_counted():
@@ -260,59 +267,63 @@ def test_documents_without_any_text_end_the_run():
         next(endless)
 
 
-def test_deals_are_balanced_and_reshuffled():
+def test_assignments_are_balanced_and_reshuffled():
     """Streams end an epoch within its small documents of each other, and in other company."""
     generator = np.random.default_rng(0)
     sizes = np.exp(generator.normal(8, 1.5, size=600)).astype(np.int64)
-    dealer = Dealer(sizes, streams=4, seed=3, epochs=0, shuffle=True)
+    assigner = DocumentAssigner(sizes, streams=4, seed=3, epochs=0, shuffle=True)
     company = []
     for epoch in range(3):
-        shares = [dealer.documents(row, epoch) for row in range(4)]
+        shares = [assigner.documents(row, epoch) for row in range(4)]
         assert sorted(np.concatenate(shares)) == list(range(600))
         loads = [sizes[share].sum() for share in shares]
         # Document j to stream j mod 4 leaves 5% to 20% here.
         assert (max(loads) - min(loads)) / np.mean(loads) < 1e-3
         company.append({frozenset(share.tolist()) for share in shares})
     assert not company[0] & company[1]
-    order = dealer.order(0)
-    for share in (dealer.documents(row, 0) for row in range(4)):
+    order = assigner.order(0)
+    for share in (assigner.documents(row, 0) for row in range(4)):
         places = [int(np.flatnonzero(order == document)[0]) for document in share]
         assert places == sorted(places)
 
 
 def test_epochs_do_not_change_the_order():
     sizes = np.arange(1, 50)
-    deals = [Dealer(sizes, streams=3, seed=1, epochs=n, shuffle=True) for n in (0, 1, 4)]
+    assignments = [
+        DocumentAssigner(sizes, streams=3, seed=1, epochs=n, shuffle=True) for n in (0, 1, 4)
+    ]
     for row in range(3):
-        first = [dealer.documents(row, 0).tolist() for dealer in deals]
+        first = [assigner.documents(row, 0).tolist() for assigner in assignments]
         assert first[0] == first[1] == first[2]
-    assert deals[1].documents(0, 1) is None
-    assert deals[2].documents(0, 3) is not None
-    other = Dealer(sizes, streams=3, seed=2, epochs=0, shuffle=True)
-    assert other.order(0).tolist() != deals[0].order(0).tolist()
+    assert assignments[1].documents(0, 1) is None
+    assert assignments[2].documents(0, 3) is not None
+    other = DocumentAssigner(sizes, streams=3, seed=2, epochs=0, shuffle=True)
+    assert other.order(0).tolist() != assignments[0].order(0).tolist()
 
 
-def test_large_corpora_are_dealt_hand_by_hand(monkeypatch):
-    monkeypatch.setattr(dealing, "HAND", 10)
-    dealer = Dealer(np.full(35, 100), streams=2, seed=0, epochs=2, shuffle=True)
+def test_large_corpora_are_assigned_block_by_block(monkeypatch):
+    monkeypatch.setattr(assignment, "BLOCK", 10)
+    assigner = DocumentAssigner(np.full(35, 100), streams=2, seed=0, epochs=2, shuffle=True)
     for epoch in range(2):
-        hands = [[dealer.documents(row, 4 * epoch + part) for row in (0, 1)] for part in range(4)]
-        assert sorted(np.concatenate([d for hand in hands for d in hand])) == list(range(35))
-        assert [sum(map(len, hand)) for hand in hands] == [10, 10, 10, 5]
-    assert dealer.documents(0, 8) is None
+        blocks = [
+            [assigner.documents(row, 4 * epoch + part) for row in (0, 1)] for part in range(4)
+        ]
+        assert sorted(np.concatenate([d for block in blocks for d in block])) == list(range(35))
+        assert [sum(map(len, block)) for block in blocks] == [10, 10, 10, 5]
+    assert assigner.documents(0, 8) is None
 
 
 def test_streams_may_be_many_epochs_apart():
     """With fewer documents than streams, one stream may be far behind another."""
-    dealer = Dealer(np.asarray([5, 7]), streams=3, seed=0, epochs=0, shuffle=True)
-    first = [[dealer.documents(row, hand).tolist() for row in range(3)] for hand in range(30)]
-    for hand in (29, 0, 15, 3):
-        assert [dealer.documents(row, hand).tolist() for row in range(3)] == first[hand]
+    assigner = DocumentAssigner(np.asarray([5, 7]), streams=3, seed=0, epochs=0, shuffle=True)
+    first = [[assigner.documents(row, block).tolist() for row in range(3)] for block in range(30)]
+    for block in (29, 0, 15, 3):
+        assert [assigner.documents(row, block).tolist() for row in range(3)] == first[block]
 
 
 def test_evaluation_keeps_the_documents_order():
-    dealer = Dealer(np.arange(1, 20), streams=1, seed=0, epochs=1, shuffle=False)
-    assert dealer.documents(0, 0).tolist() == list(range(19))
+    assigner = DocumentAssigner(np.arange(1, 20), streams=1, seed=0, epochs=1, shuffle=False)
+    assert assigner.documents(0, 0).tolist() == list(range(19))
 
 
 @pytest.mark.parametrize(("rows", "workers", "used"), [(4, 3, 2), (3, 8, 3), (5, 4, 1), (4, 0, 0)])

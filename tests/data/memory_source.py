@@ -6,7 +6,7 @@ place shows by its number.
 
 import numpy as np
 
-from data.dealing import Dealer
+from data.assignment import DocumentAssigner, SavedAssignment
 from data.readers import Document
 from data.stream import Corpus
 
@@ -57,13 +57,13 @@ def corpus(
     sequence_length: int,
     epochs: int = 1,
     seed: int = 0,
-    earlier: dict | None = None,
+    previous: SavedAssignment | None = None,
 ) -> Corpus:
     source = MemorySource(lengths)
-    dealer = Dealer(
-        source.sizes, streams=rows, seed=seed, epochs=epochs, shuffle=True, earlier=earlier
+    assigner = DocumentAssigner(
+        source.sizes, streams=rows, seed=seed, epochs=epochs, shuffle=True, previous=previous
     )
-    return Corpus(source, WordTokenizer(), dealer, sequence_length)
+    return Corpus(source, WordTokenizer(), assigner, sequence_length)
 
 
 def tokens_of(lengths: list[int], documents: list[int]) -> list[dict[str, int]]:

@@ -15,7 +15,8 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from checkpoints.digest import digests
-from checkpoints.manager import CheckpointError, DamagedError, Manager, Retention
+from checkpoints.manager import CheckpointError, DamagedError, Manager
+from checkpoints.retention import Retention
 
 KEEP = Retention(last=10)
 
@@ -254,13 +255,13 @@ def test_parameters_alone_can_be_read(open_manager):
     )
 
 
-@pytest.mark.parametrize("version", [2, "new", None])
+@pytest.mark.parametrize("version", [1, "new", None])
 def test_an_unknown_format_is_refused(open_manager, folder, version):
     saved(open_manager, 3).close()
     record = folder / "3" / "record" / "metadata"
-    record.write_text(record.read_text().replace('"format": 1', f'"format": {json.dumps(version)}'))
+    record.write_text(record.read_text().replace('"format": 2', f'"format": {json.dumps(version)}'))
     before = snapshot(folder)
-    with pytest.raises(CheckpointError, match=r"format .* is unknown; needs format 1"):
+    with pytest.raises(CheckpointError, match=r"format .* is unknown; needs format 2"):
         open_manager().restore_latest(want(arrays()), "stop")
     assert snapshot(folder) == before
 
@@ -314,11 +315,66 @@ def test_the_best_is_still_known_after_a_restart(open_manager, folder):
         manager.save(step, arrays(), {}, score)
         manager.wait()
     assert manager.steps() == [1, 3]
-    flip(folder / "1" / "metrics" / "metrics", 0.0)
-    with pytest.raises(
-        DamagedError, match=rf"{folder}/1: damaged, its score .* delete {folder}/1/"
-    ):
-        open_manager(retention)
+
+
+def test_a_score_that_is_not_finite_is_no_score(open_manager):
+    manager = open_manager(Retention(last=1, best=1))
+    scores = [0.5, float("nan"), float("-inf"), float("inf"), None]
+    for step, score in enumerate(scores, start=1):
+        manager.save(step, arrays(), {}, score)
+    manager.wait()
+    assert manager.steps() == [1, 5]
+
+
+def test_a_step_whose_record_cannot_be_read_is_not_removed(open_manager, folder):
+    saved(open_manager, 1, 2).close()
+    flip(folder / "1" / "record" / "metadata", 0.0)
+    manager = open_manager(Retention(last=1))
+    manager.save(3, arrays(), {})
+    manager.wait()
+    assert manager.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("verify", ["manifest", "digests"])
+def test_older_steps_stay_where_a_new_one_cannot_be_read_back(folder, verify, monkeypatch):
+    """Arrays that the index does not hold, or (digests alone see it) that are of another step."""
+    manager = Manager(str(folder), Retention(last=1), print, verify=verify)
+    manager.save(1, arrays(seed=1), {})
+    manager.wait()
+    original = Manager._read_back
+
+    def harmed(self, step):
+        state = folder / str(step) / "state"
+        if verify == "manifest":
+            (state / "manifest.ocdbt").unlink()
+        else:
+            state.rmtree()
+            for path in tree(folder / "1" / "state"):
+                copy = folder / str(step) / path.relative_to(folder / "1")
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                path.copy(copy)
+        original(self, step)
+
+    monkeypatch.setattr(Manager, "_read_back", harmed)
+    manager.save(2, arrays(seed=2), {})
+    with pytest.raises(CheckpointError, match=r"/2: .*cannot be read back; older steps were kept"):
+        manager.wait()
+    assert manager.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["a[1]b", "all*", "what?", "[", "run\udcff", "x/[y]/z"])
+def test_names_that_could_not_be_restored_are_refused_before_anything_is_saved(tmp_path, name):
+    with pytest.raises(CheckpointError, match=r"as a pattern|not valid UTF-8"):
+        Manager(str(tmp_path / name), KEEP, print)
+
+
+@pytest.mark.parametrize("name", ["with blank", "é漢", "a{1}b", "~", "a%20b", "!x", "q'\"", "a#b"])
+def test_other_names_are_saved_and_restored(tmp_path, name):
+    manager = Manager(str(tmp_path / name), KEEP, print)
+    manager.save(3, arrays(seed=3), {})
+    manager.close()
+    restored = Manager(str(tmp_path / name)).restore_latest(want(arrays()), "stop")
+    assert restored is not None and same(restored.arrays, arrays(seed=3))
 
 
 def test_digests_are_the_same_on_every_mesh_and_notice_every_change():

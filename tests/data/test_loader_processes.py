@@ -14,7 +14,7 @@ from data.loader import make_loader
 from data.options import DataConfig
 from tests.trainer import take_port
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # Mesh over (data, context), and the order of the four devices in it: rows split by process; every
 # row on both processes; each process with half of every row.
@@ -27,7 +27,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 2)
 given = json.loads(sys.argv[1])
 jax.distributed.initialize(given["address"], 2, given["process"])
-from tests.test_loader_processes import make_mesh, run
+from tests.data.test_loader_processes import make_mesh, run
 results = [run(case, given["options"]) for case in given["cases"]]
 options = dict(given["options"], eval_fraction=(0.3, 0.6)[given["process"]])
 try:
@@ -48,7 +48,9 @@ def run(case: tuple[list[int], list[int]], options: dict) -> dict:
     mesh = make_mesh(*case)
     seen: dict = {"shards": [], "batches": {}}
     for split in ("train", "eval"):
-        loader = make_loader(DataConfig(**options), split=split, mesh=mesh, seed=7, windows=2)
+        loader = make_loader(
+            DataConfig(**options), split=split, mesh=mesh, seed=7, windows=2, positions=True
+        )
         count = 0
         for count, batch in enumerate(loader, 1):
             for name, field in batch._asdict().items():

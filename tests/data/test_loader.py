@@ -25,7 +25,7 @@ from data.options import DataConfig
 from data.packing import Record
 from data.pipeline import batches
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
@@ -55,7 +55,9 @@ def change(config: DataConfig, **options) -> DataConfig:
 
 
 def loader(config: DataConfig, split: str = "train", mesh: Mesh | None = None, **more) -> Loader:
-    return make_loader(config, split=split, mesh=mesh or make_mesh(), seed=7, **more)
+    return make_loader(
+        config, split=split, mesh=mesh or make_mesh(), seed=7, **{"positions": True, **more}
+    )
 
 
 def take(source: Loader, count: int) -> list[dict[str, list]]:
@@ -63,7 +65,8 @@ def take(source: Loader, count: int) -> list[dict[str, list]]:
 
 
 def plain(batch: Batch) -> dict[str, list]:
-    return {name: np.asarray(field).tolist() for name, field in batch._asdict().items()}
+    fields = batch._asdict().items()
+    return {name: np.asarray(field).tolist() for name, field in fields if field is not None}
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 4), (2, 2, 2), (1, 1, 4)])
@@ -75,7 +78,15 @@ def test_batches_lie_on_the_mesh(config, shape, windows):
         corpus = placed._corpus
         start = np.asarray([Record().to_ints()] * 4)
         made = iter(
-            batches(corpus, config, rows=list(range(4)), records=start, windows=windows, workers=0)
+            batches(
+                corpus,
+                config,
+                rows=list(range(4)),
+                records=start,
+                windows=windows,
+                workers=0,
+                positions=True,
+            )
         )
         for _ in range(3):
             batch, expected = next(placed), next(made).batch
@@ -88,6 +99,13 @@ def test_batches_lie_on_the_mesh(config, shape, windows):
                     assert field.shape == (windows, 4, 64)
                 assert field.sharding.spec == spec
                 assert field.sharding.mesh == mesh
+
+
+def test_positions_are_made_only_when_asked_for(config):
+    with loader(config, positions=False) as source, loader(config) as other:
+        batch, full = next(source), next(other)
+    assert batch.positions is None
+    assert plain(batch) == {k: v for k, v in plain(full).items() if k != "positions"}
 
 
 def test_targets_cross_ranks_and_rows(config):
@@ -206,7 +224,8 @@ if __name__ == "__main__":
     mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1, 1),
                 ("data", "fsdp", "context", "tensor"))
     for options, state, count in given:
-        loader = make_loader(DataConfig(**options), split="train", mesh=mesh, seed=7, windows=2)
+        loader = make_loader(DataConfig(**options), split="train", mesh=mesh, seed=7, windows=2,
+                             positions=True)
         loader.restore(state)
         digests = []
         for _ in range(count):
@@ -317,7 +336,7 @@ def test_going_on_with_other_rows_loses_nothing(config):
         assert line.startswith(
             "config.data.global_batch_size: the saved data position is for 4, this run has 2"
         )
-        assert "dealt anew to 2 rows" in line and "\n" not in line
+        assert "assigned anew to 2 rows" in line and "\n" not in line
         made += take(source, 5)
         assert not np.any(made[6]["continues"])
         state = source.state()
@@ -355,7 +374,9 @@ def test_evaluation_is_the_same_every_time(config):
     interrupted = iter(source)
     next(interrupted)
     assert [plain(batch) for batch in source] == first
-    other_seed = make_loader(config, split="eval", mesh=make_mesh(context=2), seed=1)
+    other_seed = make_loader(
+        config, split="eval", mesh=make_mesh(context=2), seed=1, positions=True
+    )
     assert [plain(batch) for batch in other_seed] == first
     limited = loader(config, "eval", max_batches=2)
     assert [plain(batch) for batch in limited] == first[:2]
@@ -386,7 +407,7 @@ def test_looking_ahead_moves_nothing(config):
 
 def test_evaluation_of_a_mapped_end_is_that_of_one_read(tmp_path, monkeypatch):
     """Batch by batch, restored as well, over cuts at lines and inside of them."""
-    monkeypatch.setattr(stream, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(stream, "SPAN_BYTES", 100)
     text = "".join("漢字 " * (i % 60) + "\n" for i in range(200)).encode()
     (tmp_path / "book.txt").write_bytes(text)
     config = DataConfig(source="text", path=str(tmp_path), eval_fraction=0.5, sequence_length=64)
@@ -492,7 +513,7 @@ import sys
 sys.path.insert(0, {root!r})
 if __name__ == "__main__":
     import json, signal
-    from tests.test_loader import DataConfig, make_loader, make_mesh
+    from tests.data.test_loader import DataConfig, make_loader, make_mesh
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: None)
     options = DataConfig(**json.loads(sys.argv[1]))

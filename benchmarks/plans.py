@@ -1,0 +1,157 @@
+"""Plans of the shipped configs, remat policies, and the estimate's error on published times.
+
+    python -m benchmarks.plans                     all tables into docs/measurements.md
+    python -m benchmarks.plans --only kda_1b       one config's row, printed
+    python -m benchmarks.plans --calibration       the table of errors, printed
+
+Every row compiles a whole training step for a topology that need not be here; half an hour on two
+cores.
+"""
+
+import argparse
+import datetime
+import importlib
+import pathlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ml_collections import ConfigDict
+
+from errors import UserError
+from training.estimate.compile import TooLarge
+from training.estimate.plan import Plan, make_plan
+from training.estimate.topology import GENERATIONS, KERNEL_STALLS, Topology
+
+DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "measurements.md"
+TOPOLOGIES = {
+    "smoke": "v6e:1x1",
+    "kda_cp4": "v6e:2x2",
+    "kda_400m": "v6e:2x2",
+    "hybrid_400m": "v6e:4x4",
+    "kda_1b": "v6e:4x4",
+    "hybrid_1b": "v6e:4x4",
+    "kda_7b": "tpu7x:4x4x4",
+    "hybrid_7b": "tpu7x:4x8x8",
+}
+REMAT = ("none", "dots", "full")
+REMAT_CONFIG = "kda_400m"
+
+
+class Published(NamedTuple):
+    """A published time of one kernel call, and the bundles of the same kernel compiled here."""
+
+    name: str
+    bundles: int
+    milliseconds: float
+
+
+# tokamax 0.0.17's KDA on v7x: its published times, and bundles of its kernels as compiled by
+# libtpu 0.0.52 for one core.
+TOKAMAX = (
+    Published("forward", 2_333_598, 1.777),
+    Published("forward + VJP", 5_281_634, 4.593),
+    Published("forward + VJP, packed", 6_600_867, 8.810),
+)
+
+
+def config_of(name: str) -> ConfigDict:
+    return importlib.import_module(f"configs.{name}").get_config()
+
+
+def plan_row(name: str, topology: str) -> str:
+    """One config as a line of the table, or why there is none."""
+    try:
+        plan = make_plan(config_of(name), Topology.parse(topology))
+    except (UserError, TooLarge) as error:
+        return f"| {name} | {topology} | {' '.join(str(error).split())[:120]} |" + " |" * 7
+    mesh = " x ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "1"
+    facts = plan.facts
+    return (
+        f"| {name} | {topology} | {mesh} | {facts.parameters / 1e6:,.0f}M | "
+        f"{plan.rows} x {plan.tokens_a_row:,} | {facts.needed / 1e9:.2f} | {fits(plan)} | "
+        f"{1e3 * plan.time.total:,.4g} | {plan.model_flops_utilisation:.0%} | "
+        f"{facts.lower_seconds + facts.compile_seconds:.0f} |"
+    )
+
+
+def fits(plan: Plan) -> str:
+    left = (plan.hbm_capacity - plan.facts.needed) / 1e9
+    return f"yes, {left:.1f} GB free" if plan.fits else f"no, {-left:.1f} GB too much"
+
+
+def plan_table(names: list[str]) -> Iterator[str]:
+    yield (
+        "| config | topology | mesh | parameters | rows x tokens | GB a device | fits | "
+        "estimated ms a step | estimated MFU | compile s |"
+    )
+    yield "|" + "---|" * 10
+    for name in names:
+        yield plan_row(name, TOPOLOGIES[name])
+
+
+def remat_table() -> Iterator[str]:
+    """Memory and recomputation of each policy, for one config."""
+    yield "| remat | GB a device | live at once | saved activations GB | hardware / model FLOPs |"
+    yield "|" + "---|" * 5
+    for policy in REMAT:
+        config = config_of(REMAT_CONFIG)
+        config.model.remat = policy
+        try:
+            plan = make_plan(config, Topology.parse(TOPOLOGIES[REMAT_CONFIG]))
+        except TooLarge as error:
+            yield f"| {policy} | {error} | | | |"
+            continue
+        facts = plan.facts
+        yield (
+            f"| {policy} | {facts.needed / 1e9:.2f} | {facts.live / 1e9:.2f} | "
+            f"{plan.memory.saved_activations / 1e9:.2f} | "
+            f"{facts.hardware_flops / facts.model_flops:.2f} |"
+        )
+
+
+def calibration_table() -> Iterator[str]:
+    """The estimate of a kernel's time against published times."""
+    clock = GENERATIONS["tpu7x"].clock
+    yield "| tokamax on v7x | bundles | published ms | ns a bundle | estimated ms | error |"
+    yield "|" + "---|" * 6
+    for each in TOKAMAX:
+        estimate = 1e3 * each.bundles * KERNEL_STALLS / clock
+        yield (
+            f"| {each.name} | {each.bundles:,} | {each.milliseconds} | "
+            f"{1e6 * each.milliseconds / each.bundles:.3f} | {estimate:.3f} | "
+            f"{estimate / each.milliseconds - 1:+.1%} |"
+        )
+
+
+def replace_section(text: str, name: str, lines: Iterator[str]) -> str:
+    """The text with what is between a section's two marks replaced."""
+    begin, end = f"<!-- {name}: written by benchmarks.plans -->", f"<!-- {name}: end -->"
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return "\n".join([before + begin, *lines, end + after])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=TOPOLOGIES)
+    parser.add_argument("--calibration", action="store_true")
+    args = parser.parse_args()
+    if args.only or args.calibration:
+        lines = plan_table([args.only]) if args.only else calibration_table()
+        print("\n".join(lines))
+        return
+    today = f"`python -m benchmarks.plans`, {datetime.date.today()}"
+    sections = {
+        "calibration": calibration_table(),
+        "plans": plan_table(list(TOPOLOGIES)),
+        "remat": remat_table(),
+    }
+    for name, lines in sections.items():
+        text = replace_section(DOCUMENT.read_text(), name, iter([today, "", *lines]))
+        DOCUMENT.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Topologies, settings that fit, FLOPs, and plans made by the real compiler in another process."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import kda_cp4, smoke
+from errors import UserError
+from training.estimate import report, suggest
+from training.estimate.compile import TooLarge, abstract_step, vocabulary_of
+from training.estimate.flops import program_flops
+from training.estimate.plan import compiled_bytes, make_plan
+from training.estimate.topology import GENERATIONS, Topology
+from training.report import compiled_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "devices"),
+    [
+        ("v6e:2x2", "v6e:2x2", 4),
+        ("v5litepod-4x4", "v5e:4x4", 16),
+        ("v5p:2x2x2", "v5p:2x2x2", 8),
+        ("v7x:4x4x4", "tpu7x:4x4x4", 128),
+        ("TPU7x:2x2x1", "tpu7x:2x2x1", 8),
+    ],
+)
+def test_a_topology_is_known_by_its_usual_names(text, name, devices):
+    topology = Topology.parse(text)
+    assert (topology.name, topology.devices) == (name, devices)
+
+
+@pytest.mark.parametrize("text", ["v6e", "v9:2x2", "v6e:2x2x1", "tpu7x:4x4", "v6e:0x2", ""])
+def test_other_topologies_are_refused_with_one_that_works(text):
+    with pytest.raises(UserError, match=r"^--plan=.*try \w+:\d") as error:
+        Topology.parse(text)
+    Topology.parse(str(error.value).split("try ")[1].split(" or")[0])
+
+
+def test_a_mesh_of_other_size_gets_the_change_that_fits():
+    config = kda_cp4.get_config()  # context 4
+    suggest.check_devices(config, Topology.parse("v6e:2x2"))
+    with pytest.raises(UserError, match=r"16 devices.*needs 4; try --config.mesh.context=16$"):
+        suggest.check_devices(config, Topology.parse("v6e:4x4"))
+
+
+def test_settings_that_need_less_memory_are_tried_in_order(monkeypatch):
+    config = kda_cp4.get_config()
+    config.model.update(remat="none", kda_state_policy="save")
+    config.data.global_batch_size = 4
+    tried = []
+
+    def never(changed, topology):
+        tried.append((changed.model.remat, changed.model.kda_state_policy,
+                      changed.train.grad_accum_steps))  # fmt: skip
+        raise TooLarge(2e9, 1e9)
+
+    monkeypatch.setattr(suggest, "make_plan", never)
+    with pytest.raises(UserError, match=r"too small \(needs 2.0 GB of 1.0 GB.*try a larger topo"):
+        suggest.plan_or_nearest(config, Topology.parse("v6e:2x2"))
+    assert tried == [
+        ("none", "save", 1), ("full", "save", 1), ("full", "remat", 1),
+        ("full", "remat", 2), ("full", "remat", 4),
+    ]  # fmt: skip
+    assert config.model.remat == "none"  # the given config is left alone
+
+
+def test_flops_count_loops_and_all_devices():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
+    weights = jnp.zeros((5, 8, 8))
+
+    def layers(x):
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, weights)[0]
+
+    def program(x):
+        return jax.shard_map(layers, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))(x)
+
+    whole = jax.make_jaxpr(layers)(jnp.zeros((16, 8))).jaxpr
+    shared = jax.make_jaxpr(program)(jnp.zeros((16, 8))).jaxpr
+    assert program_flops(whole) == program_flops(shared) == 2 * 16 * 8 * 8 * 5
+
+
+def test_rematerialisation_is_counted():
+    def loss(x, policy):
+        f = jax.checkpoint(lambda x: jnp.sin(x @ x), policy=policy)
+        return f(x).sum()
+
+    counts = [
+        program_flops(jax.make_jaxpr(jax.grad(loss), static_argnums=1)(jnp.zeros((8, 8)), p).jaxpr)
+        for p in (jax.checkpoint_policies.everything_saveable, None)
+    ]
+    assert counts == [3 * 2 * 8**3, 4 * 2 * 8**3]
+
+
+def test_the_vocabulary_needs_a_tokenizer_or_a_size():
+    config = kda_cp4.get_config()
+    assert vocabulary_of(config) == 258
+    config.data.tokenizer = "absent/tokenizer.json"
+    with pytest.raises(UserError, match=r"no such file.*try --config.model.vocab_size=32768$"):
+        vocabulary_of(config)
+    config.model.vocab_size = 1000
+    assert vocabulary_of(config) == 1000
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_a_run():
+    """Compiled in another process from the config alone, and here as a run compiles it."""
+    config = smoke.get_config()
+    ranks = int(np.prod(list(config.mesh.values())))
+    step, arguments, *_ = abstract_step(jax.devices()[:ranks], config, vocabulary_of(config))
+    assert compiled_bytes(config) == compiled_peak_bytes(step.lower(*arguments).compile())
+
+
+@pytest.mark.slow
+def test_a_plan_of_the_main_config():
+    plan = make_plan(kda_cp4.get_config(), Topology.parse("v6e:2x2"))
+    assert plan.fits and plan.devices == 4
+    assert set(plan.kernel_bundles) >= {"kda_forward", "kda_backward", "short_conv_forward"}
+    parts = plan.memory
+    assert parts.parameters in (4 * plan.facts.parameters, plan.facts.parameters)
+    assert 0 < plan.time.waiting < plan.time.total
+    assert any(c.axes == ("context",) for c in plan.collectives)
+    # Recomputation of layers: more than the model's FLOPs, less than twice as many.
+    assert 1 < plan.facts.hardware_flops / plan.facts.model_flops < 2
+    assert "fits" in report.as_text(plan) and '"fits": true' in report.as_json(plan)
+
+
+def test_generations_are_consistent():
+    for generation in GENERATIONS.values():
+        # A bundle issues two products of 8 rows at the most, on each core.
+        at_peak = generation.flops_a_second / (generation.clock * generation.cores)
+        assert 1e5 < at_peak < 1e6, generation.name

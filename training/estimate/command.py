@@ -1,0 +1,25 @@
+"""The command behind `python train.py --config C --plan TOPOLOGY`."""
+
+import pathlib
+
+from ml_collections import ConfigDict
+
+from training.estimate import report, suggest
+from training.estimate.topology import Topology
+
+
+def run(config: ConfigDict, topology: str, json_path: str) -> int:
+    """Prints the plan, writes it as JSON where a path is given; returns the exit code.
+
+    Raises:
+        UserError: one line: unknown topology, mesh or memory that do not fit and what would.
+    """
+    chosen = Topology.parse(topology)
+    suggest.check_devices(config, chosen)
+    plan, changes = suggest.plan_or_nearest(config, chosen)
+    if changes:
+        print(f"the config does not fit {chosen.name}; it does with {' '.join(changes)}:")
+    print(report.as_text(plan), flush=True)
+    if json_path:
+        pathlib.Path(json_path).write_text(report.as_json(plan) + "\n")
+    return 0

@@ -1,0 +1,54 @@
+"""Floating-point operations of a traced program: all matrix products, as often as they run.
+
+The count is of the whole mesh and includes what rematerialisation repeats and the products inside
+Pallas kernels; a multiply-add counts as two. Elementwise work is not counted.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend import core
+
+
+def program_flops(jaxpr: core.Jaxpr) -> float:
+    """FLOPs of all products of a jaxpr. A loop without a constant trip count counts once."""
+    return sum(_flops(equation) for equation in jaxpr.eqns)
+
+
+def _flops(equation: Any) -> float:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        return _product(equation)
+    inner = [program_flops(jaxpr) for jaxpr in _jaxprs(params)]
+    if not inner:
+        return 0.0
+    if name == "cond":
+        return max(inner)
+    return sum(inner) * _times(name, params)
+
+
+def _product(equation: Any) -> float:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left = equation.invars[0].aval.shape
+    return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[i] for i in contracted)
+
+
+def _times(name: str, params: dict[str, Any]) -> int:
+    """How often an equation's inner program runs, over the whole mesh."""
+    if name == "scan":
+        return params["length"]
+    if name == "shard_map":
+        return params["mesh"].size
+    if name == "pallas_call":
+        return math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
+    return 1
+
+
+def _jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
+    for value in params.values():
+        for each in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(each, core.ClosedJaxpr):
+                yield each.jaxpr
+            elif isinstance(each, core.Jaxpr):
+                yield each
