@@ -82,28 +82,30 @@ def kda(
         final_state=final_state, a_log=a_log, dt_bias=dt_bias, lower_bound=lower_bound,
         scale=scale, state_policy=state_policy, axis_name=axis_name,
     )  # fmt: skip
-    rows, heads, length, keys = q.shape
+    name = choose(implementation, q)
     if segments is None:
-        segments = whole_row(rows, length, axis_name)
+        segments = whole_row(q.shape[0], q.shape[2], axis_name)
     many_ranks = axis_name is not None and jax.lax.axis_size(axis_name) > 1
     final = FinalState(final_state)
     problem = Problem(
         gate=_gate(a_log, lower_bound),
         lower_bound=lower_bound,
         l2norm=bool(qk_l2norm),
-        scale=keys**-0.5 if scale is None else float(scale),
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         axis_name=axis_name if many_ranks else None,
         final_state=final,
         state_policy=StatePolicy(state_policy),
         max_segments=segments.max_segments if final is FinalState.ALL else None,
         rank_io_in_vmem=rank_io_in_vmem,
     )
-    if a_log is not None:
-        a_log = a_log.astype(jnp.float32)
-        shift = jnp.zeros((heads, keys)) if dt_bias is None else dt_bias
-        dt_bias = shift.astype(jnp.float32)
+    a_log, dt_bias = _gate_parameters(q, a_log, dt_bias)
     inputs = Inputs(q, k, v, decay, beta, initial_state, default_initial_state, a_log, dt_bias)
-    name = choose(implementation, q)
+    return _attend(name, problem, inputs, segments, axis_name)
+
+
+def _attend(name: str, problem: Problem, inputs: Inputs, segments: Segments, axis_name):
+    """The core on padded tokens, typed as varying over the ranks, and what ranks share summed."""
+    length = inputs.q.shape[2]
     extra = -length % CHUNK
     inputs, segments = _pad(inputs, extra), pad_tokens(segments, extra)
     axes = varying_axes((inputs, segments)) | ({axis_name} if axis_name else set())
@@ -112,9 +114,18 @@ def kda(
     out = out[:, :, :length]
     if state is None:
         return out, None
-    if final is FinalState.ALL:
+    if problem.final_state is FinalState.ALL:
         state = jnp.where(segments.overflow[..., None, None, None], jnp.nan, state)
     return out, state if axis_name is None else jax.lax.psum(state, axis_name)
+
+
+def _gate_parameters(q: jax.Array, a_log, dt_bias):
+    """Both in float32, dt_bias 0 where only a_log is given."""
+    if a_log is None:
+        return None, None
+    if dt_bias is None:
+        dt_bias = jnp.zeros((q.shape[1], q.shape[3]))
+    return a_log.astype(jnp.float32), dt_bias.astype(jnp.float32)
 
 
 def _gate(a_log, lower_bound) -> Gate:

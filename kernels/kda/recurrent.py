@@ -1,4 +1,4 @@
-"""Backend "recurrent": the reference behind the internal signature of `problem.py`.
+"""Backend "recurrent": the reference with the internal signature of `problem.py`.
 
 Slow and simple. Under context parallelism every rank gathers the whole row, runs it, and keeps its
 own slice; gradients are JAX's own of exactly that.

@@ -30,7 +30,7 @@ def short_conv(
 
     Taps are counted by position in the row; positions of padding or of another segment add nothing.
     Taps before the row's start come from `tail`, for its first segment only. With axis_name the
-    call stands inside `jax.shard_map` and T is the rank's part (of any length): ranks pass W - 1
+    call is made inside `jax.shard_map` and T is the rank's part (of any length): ranks pass W - 1
     inputs on.
 
     x may be any tree of arrays, of different D; weight, tail and both results are then such trees.
@@ -62,10 +62,18 @@ def short_conv(
     implementation = choose(implementation, xs[0])
     for arrays in zip(xs, weights, tails):
         _check(*arrays, weights[0].shape[0], segments, heads, activation, implementation)
-    width, rows = weights[0].shape[0], xs[0].shape[0]
     if tail is None:
-        tails = [jnp.zeros((rows, width - 1, x.shape[2]), x.dtype) for x in xs]
-    tail = _joined(tails)
+        before = (xs[0].shape[0], weights[0].shape[0] - 1)
+        tails = [jnp.zeros((*before, x.shape[2]), x.dtype) for x in xs]
+    ys, ends = _convolve(
+        (activation, implementation), heads, xs, weights, tails, segments, axis_name
+    )
+    return tree.unflatten(ys), tree.unflatten(ends)
+
+
+def _convolve(how, heads, xs, weights, tails, segments: Segments, axis_name):
+    """(results, next tails) of several inputs, which share one exchange between ranks."""
+    width, tail = weights[0].shape[0], _joined(tails)
     # Segment that upstream inputs belong to; the row's first one where nothing has started yet.
     upstream = jnp.maximum(segments.before - 1, 0)
     index = jnp.concatenate(
@@ -75,11 +83,8 @@ def short_conv(
     halo = receive_halo(_joined(newest), tail.astype(xs[0].dtype), segments, upstream, axis_name)
     tail_out = next_tail(_joined(ends), halo, index, tail, segments, axis_name)
     reach = _reach(index, segments.valid, width)
-    ys = [
-        _by_head((activation, implementation), heads, *arrays, reach)
-        for arrays in zip(xs, _cut(halo, xs), weights)
-    ]
-    return tree.unflatten(ys), tree.unflatten(_cut(tail_out, xs))
+    ys = [_by_head(how, heads, *arrays, reach) for arrays in zip(xs, _cut(halo, xs), weights)]
+    return ys, _cut(tail_out, xs)
 
 
 def _joined(arrays) -> jax.Array:
@@ -140,7 +145,7 @@ def _check(x, weight, tail, width, segments, heads, activation, implementation) 
 def _reach(index, valid, width: int) -> jax.Array:
     """How many tokens back, up to W - 1, a token's segment goes, [B, T] int32; -1 at padding.
 
-    What lies between is of the segment too, or padding, whose inputs are 0. index [B, W - 1 + T].
+    What is between is of the segment too, or padding, whose inputs are 0. index [B, W - 1 + T].
     """
     here = index[:, width - 1 :]
     reach = jnp.zeros_like(here)

@@ -44,7 +44,7 @@ def _tail_places(segments: Segments, width: int) -> jax.Array:
 
 def receive_halo(newest, tail, segments: Segments, upstream, axis_name):
     """The W - 1 inputs before the rank's tokens [B, W - 1, D], zero where not of the segment that
-    goes on here. A sender knows which segment that is, so no ids travel."""
+    continues here. A sender knows which segment that is, so no ids travel."""
     width, length = tail.shape[1], segments.valid.shape[1]
     if axis_name is None or width == 0 or jax.lax.axis_size(axis_name) == 1:
         return tail

@@ -3,7 +3,7 @@
 Grid: (channels, rows, tiles of tokens). A step walks its tile in strips of STRIP tokens, forward
 from first to last, backward from last to first, so that what a strip needs of the next or the last
 one stays in registers. A shift along tokens is a load that begins some tokens earlier, in a small
-window of float32 that holds the strip and the tokens before it (backward: behind it). What precedes
+window of float32 that holds the strip and the tokens before it (backward: after it). What precedes
 a tile comes from a second, small block of the same array, before a rank's first token from `halo`.
 The backward forms the sum over taps again, and adds up the weight's gradient over rows and tiles in
 its output block. With `heads` the result is written, and its cotangent read, head by head, as the
@@ -82,7 +82,7 @@ def backward(activation: str | None, heads: int | None, x, halo, weight, reach, 
 
 class _Call:
     """Operands and blocks of a call. Channels become whole lanes, tokens need not be whole tiles:
-    what lies behind the last one has reach -1."""
+    what follows the last one has reach -1."""
 
     def __init__(self, heads, x, halo, weight, reach):
         self.x, weight = _wide(x), _wide(weight.astype(F32))
@@ -297,8 +297,8 @@ def _fold(total, shifted, share):
 
 
 def _sum_of_shares(window, weight, shares, following):
-    """What tokens get from the sums that see them, themselves and those behind them: by distance,
-    the sums' gradients where that tap counts, of these tokens and of the MOST_TAPS behind."""
+    """What tokens get from the sums that see them, themselves and those after them: by distance,
+    the sums' gradients where that tap counts, of these tokens and of the MOST_TAPS after."""
     result = weight[0] * shares[0]
     for j in range(1, len(weight)):
         length = shares[j].shape[0]

@@ -30,7 +30,7 @@ class Tokens(NamedTuple):
 
 
 def prepare(problem: Problem, raw: Raw, valid: jax.Array) -> Tokens:
-    """Mask padding first, so that whatever stands there can't reach a result or a gradient."""
+    """Mask padding first, so that its values cannot reach a result or a gradient."""
     q, k, x, beta = (jnp.where(valid, t, 0).astype(jnp.float32) for t in raw[:4])
     if problem.l2norm:
         q, k = (t * reciprocal_norm(jnp.sum(t * t, -1, keepdims=True)) for t in (q, k))

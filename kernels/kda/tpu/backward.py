@@ -312,7 +312,7 @@ class _Kernel:
 
     def _move_values(self, g, j) -> None:
         """dr is the gradient of v: start copying step j's tile out once the one before has left;
-        behind the last step (a static j) only wait."""
+        after the last step (a static j) only wait."""
         dr = self._left_by_pass()[0]
 
         def copy(j):

@@ -15,7 +15,7 @@ product a level,
 whose masks lie on the left operand only, its rows times E_n. A pair's share of d decay belongs to
 every decay between the two: of the query rows' shares q dq + k dk this makes a sum ahead to the
 start of the query's block of n, of the key rows' k dk one back from its end (`straddle_table`). The
-usual reverse sum of q dq + k (dk_row - dk_col) cancels all pairs behind t, and in bfloat16 their
+usual reverse sum of q dq + k (dk_row - dk_col) cancels all pairs after t, and in bfloat16 their
 rounding stays.
 
 Gradients of beta need no product of their own: v_new = beta e with e the delta rule's error, and d
@@ -204,11 +204,11 @@ TERMS = len(LEVELS) + 2  # of a token's d decay
 
 
 def straddle_table() -> Array:
-    """[C, TERMS * C] of 0 and 1, lanes (levels, entry, exit; i): whether decay t lies between the
+    """[C, TERMS * C] of 0 and 1, lanes (levels, entry, exit; i): whether decay t is between the
     token i and the one it is paired with, or the chunk's edge.
 
     A level pairs i, in an odd block of n, with every token of the even block before it: t reaches
-    from the block's start to i. Seen from the even block, t reaches from behind i to its end.
+    from the block's start to i. Seen from the even block, t reaches from after i to its end.
     """
     t = jax.lax.broadcasted_iota(jnp.int32, (C, C), 0)
     i = jax.lax.broadcasted_iota(jnp.int32, (C, C), 1)

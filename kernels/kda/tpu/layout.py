@@ -78,7 +78,7 @@ def beta_rows(plan: Plan, beta: jax.Array) -> jax.Array:
 
 def token_limits(segments: Segments) -> tuple[jax.Array, jax.Array]:
     """[B, T] float32 each: the log decay is clipped to [low, high], which leaves it alone, makes it
-    0 (padding) or RESET (a segment starts behind another)."""
+    0 (padding) or RESET (a segment starts after another)."""
     valid, start = segments.valid, later_starts(segments)
     low = jnp.where(valid, RESET, 0.0)
     high = jnp.where(start, RESET, jnp.where(valid, FREE, 0.0))
@@ -113,7 +113,7 @@ def token_columns(plan: Plan, beta: jax.Array, segments: Segments) -> jax.Array:
 
 
 def rows_of_groups(plan: Plan, rows: int) -> jax.Array:
-    """[groups, group rows] int32: the batch's row behind each row that a group's columns name."""
+    """[groups, group rows] int32: the batch's row for each row that a group's columns name."""
     firsts = [plan.row_of_head.index(r) for r in range(plan.group_rows)]
     heads = [[g * plan.group_heads + i for i in firsts] for g in range(plan.groups)]
     table = [[min(h // plan.heads_a_row, rows - 1) for h in group] for group in heads]

@@ -10,7 +10,7 @@ the next step (breadth first): a product's latency is about 125 bundles, and the
 near the order in which it reads. This order is the largest lever there is, see NOTES.md.
 
 No exponent is a difference of sums. With n = 1, 2, 4, ... C / 2, a token pair (i, j), i > j,
-belongs to level n = the highest set bit of i ^ j: i lies in the second, j in the first half of one
+belongs to level n = the highest set bit of i ^ j: i is in the second, j in the first half of one
 block of 2n tokens. Then exp(g_i - g_j) = P_n[i] Q_n[j] with
 
     P_n[i] = exp(sum of a from the start of i's n-block to i)      Q_n[j] = exp(sum of a after j to
@@ -273,7 +273,7 @@ def _place(found: Array, n: int, table: Array, qk: list[Array], kk: list[Array])
 # --- inverse ------------------------------------------------------------------------------------
 #
 # Blocks of n tokens on the diagonal of [C, 2C] are kept packed, [n, 2C]: row i of lane (head, j) is
-# row i of the block that token j lies in. So a product of block-diagonal matrices takes n rows of
+# row i of the block that token j is in. So a product of block-diagonal matrices takes n rows of
 # the left operand, not C. What remains is the loading of right operands into the MXU, which two
 # units share (`_products`).
 
@@ -317,7 +317,7 @@ def _small_inverses(minus: Sequence[Array], dtype) -> list[Array]:
 
 
 def _block_of_lane(n: int) -> Array:
-    """[1, 2C] int32: which block of n tokens, counted over both heads, a lane's token lies in."""
+    """[1, 2C] int32: which block of n tokens, counted over both heads, a lane's token is in."""
     return jax.lax.broadcasted_iota(jnp.int32, (1, 2 * C), 1) // n
 
 
