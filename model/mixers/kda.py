@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from kernels.kda import kda_on_rank
-from kernels.kda.chunk_math import CHUNK
+from kernels.kda.problem import CHUNK
 from kernels.short_conv import short_conv_on_rank, split_heads
 from model.axes import (
     CONTEXT,
@@ -255,7 +255,7 @@ def _mix_local(cfg, axis_name, params, streams, decay, beta, segments, begin, en
         segments,
         entry=None if entry is None else entry["state"],
         initial_state=begin["state"][:, None] if cfg.carry else None,
-        start_state=params.get("start_state"),
+        default_initial_state=params.get("start_state"),
         final_state="last" if cfg.carry else "none",
         a_log=params["a_log"],
         dt_bias=params["dt_bias"],
