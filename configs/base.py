@@ -117,7 +117,7 @@ def _model() -> ConfigDict:
     # Sizes are in elements and >= 1.
     model.vocab_size = 0  # ids; 0: the tokenizer's
     model.d_model = 256  # a multiple of mesh.fsdp
-    # Mixers of one repeat, in order: "kda" and "attention", separated by commas or blanks.
+    # Mixers of one repeat, in order: "kda", "attention", "mla", separated by commas or blanks.
     model.pattern = "kda"
     model.num_repeats = 2  # layers = repeats * length of the pattern
     # Feed-forward layers: one name for all, or one for each mixer of the pattern.
@@ -143,6 +143,12 @@ def _model() -> ConfigDict:
     # Tokens before a row that its attention layers see where its first document continues from the
     # row before: their keys and values are carried. >= 0, a multiple of mesh.context; 0: none.
     model.attention_memory = 0
+    # MLA layers; attention_block and attention_memory hold for them, too.
+    model.mla_heads = 2  # a multiple of mesh.tensor
+    model.mla_kv_rank = 512  # size of the latent that holds a token's keys and values
+    model.mla_nope_dim = 128  # channels of a head's queries and its own keys
+    model.mla_rope_dim = 64  # further channels, whose keys all heads share; not rotated
+    model.mla_value_dim = 128  # at most mla_nope_dim + mla_rope_dim
     model.tie_embeddings = False  # the output layer is the embedding's transpose
     model.norm_eps = 1e-5  # > 0
     model.init_std = 0.02  # > 0

@@ -25,6 +25,11 @@ MODEL = (
     "attention_heads",
     "attention_kv_heads",
     "attention_head_dim",
+    "mla_heads",
+    "mla_kv_rank",
+    "mla_nope_dim",
+    "mla_rope_dim",
+    "mla_value_dim",
     "tie_embeddings",
     "norm_eps",
 )
