@@ -21,3 +21,10 @@ class RunError(TrainerError):
     """The run failed: files, devices, memory, another process, or the training itself."""
 
     exit_code = 1
+
+
+class DataError(RunError):
+    """Documents can no longer be read: a file has changed, or a process that reads has died.
+
+    The state of the training is whole, so the last step can be saved.
+    """

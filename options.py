@@ -30,7 +30,10 @@ class Option:
         minimum, maximum: inclusive bounds. above, below: exclusive bounds. None: unbounded.
         choices: the allowed values of a text; () allows any.
         try_value: the value that an error suggests. None: the default.
-        renamed_from: earlier names, for hints.
+        renamed_from: earlier names, and names that other trainers use, for hints.
+        on_resume: what a change means for a run that resumes. "model": the parameters are of
+            another model; "state": the rest of the state is of another kind; "report": it may
+            change, with a line; "silent": without.
     """
 
     help: str
@@ -42,6 +45,7 @@ class Option:
     choices: tuple[str, ...] = ()
     try_value: Any = None
     renamed_from: tuple[str, ...] = ()
+    on_resume: str = "report"
 
     def constraint(self) -> str:
         """The allowed values in words, "" where there is no constraint."""

@@ -19,7 +19,7 @@ import tempfile
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import train
-from benchmarks.train_step import NoSaver, bare_steps
+from benchmarks.train_step import bare_steps
 from configs import base
 from configs import flags as command_line
 from training.signals import Signals
@@ -51,7 +51,7 @@ def main() -> None:
 class Trained:
     """A model after its training, with what is still to be asked of it."""
 
-    job: object  # training.loop.Job
+    job: object  # training.loop.TrainLoop
     batch: object  # one training batch
     bits: dict[str, float]  # validation bits a byte by place
     peak_bytes: int | None
@@ -63,7 +63,7 @@ def trained_model(config, carry: bool, signals: Signals) -> Trained:
     """Trains the config, with or without carry, and evaluates it by place."""
     import jax
 
-    from training import loop
+    from training import build, run
     from training.metrics import Writers
     from training.report import compiled_peak_bytes
     from training.state import init_state
@@ -73,7 +73,7 @@ def trained_model(config, carry: bool, signals: Signals) -> Trained:
         config.model.carry = carry
         config.eval.every = config.checkpoint.every = 0
     with tempfile.TemporaryDirectory() as workdir:
-        parts = train.build(config, workdir)
+        parts = build.build(config, workdir)
         writers = Writers(workdir, 0, config.train.steps)
         data, options = config.data, config.train
         state = init_state(
@@ -85,9 +85,8 @@ def trained_model(config, carry: bool, signals: Signals) -> Trained:
             options.seed,
         )
         carried = sum(x.nbytes for x in jax.tree.leaves(state.carry))
-        job = train.make_job(parts, None, state, 0, signals, writers)
-        job.saver = NoSaver()
-        loop.run(job)
+        job = run.make_loop(parts, None, state, 0, signals, writers)
+        job.run()
         writers.close()
     batch = next(iter(parts.loader))
     bits = {

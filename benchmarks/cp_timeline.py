@@ -9,7 +9,9 @@ a context axis of 4, with `heads` heads and `tokens` tokens on a rank. The timel
 (training/estimate/timeline.py) runs the compiled program's instructions on P ranks: bundles and
 loops of the kernels, and the collectives over context where the compiler scheduled them, each with
 its start and end. A figure is the efficiency of a step: a rank's own work over the time until the
-last rank is done. "one call" is a KDA layer's kernels on their own, forward then backward.
+last rank is done. "step" counts the time of messages and collectives as waiting; "skew" takes
+collectives to be instantaneous, so it is what ranks lose by waiting for each other alone. "call" is
+a KDA layer's kernels on their own, forward then backward.
 
 Assumptions, and what would confirm each on hardware:
     a bundle takes the same time on every rank          step times of a profile, rank by rank
@@ -21,6 +23,7 @@ Assumptions, and what would confirm each on hardware:
 """
 
 import argparse
+import collections
 import dataclasses
 import pathlib
 import tempfile
@@ -36,6 +39,7 @@ from training.estimate.timeline import (
     Event,
     Relay,
     Repeat,
+    Wait,
     events_of,
     simulate,
 )
@@ -91,6 +95,19 @@ def compiled(case: Case, layers: int) -> Program:
     )
 
 
+def instantaneous(events: tuple[Event, ...]) -> tuple[Event, ...]:
+    """The events with collectives that take no time; ranks still wait for each other in them."""
+
+    def change(event: Event) -> Event:
+        if isinstance(event, Wait):
+            return dataclasses.replace(event, seconds=0.0)
+        return (
+            Repeat(event.trips, instantaneous(event.body)) if isinstance(event, Repeat) else event
+        )
+
+    return tuple(change(event) for event in events)
+
+
 def one_call(events: tuple[Event, ...]) -> tuple[Event, ...]:
     """The last forward relay and the first backward one: a layer's kernels on their own."""
     relays = list(relays_of(events))
@@ -124,17 +141,18 @@ def synchronisations(program: Program) -> list[str]:
         kind = f"asynchronous, {each.overlapped:,} bundles between start and done"
         how = kind if each.asynchronous else "synchronous"
         axes = " x ".join(each.axes)
-        lines.append(f"{each.kind} over {axes}, {each.bytes / 1e6:.2f} MB, {how}: {each.op_name}")
+        lines.append(f"{each.kind} over {axes}, {each.bytes / 1e6:.2f} MB, {how}")
     return lines
 
 
 def show(case: Case, layers: int) -> None:
     program = compiled(case, layers)
     name = f"{case.heads} heads, {case.tokens} tokens, {case.pattern}"
-    print(f"{name:44s} step    {row(program.events)}")
-    print(f"{'':44s} one call{row(one_call(program.events))}")
-    for line in synchronisations(program):
-        print(f"    in a layer: {line}")
+    print(f"{name:44s} step{row(program.events)}")
+    print(f"{'':44s} skew{row(instantaneous(program.events))}")
+    print(f"{'':44s} call{row(one_call(program.events))}")
+    for line, times in collections.Counter(synchronisations(program)).items():
+        print(f"    in a layer: {times} x {line}")
     for relay in one_call(program.events):
         direction = "backward" if relay.backward else "forward"
         parts = (relay.before, relay.slot, relay.after, relay.tail)
@@ -157,7 +175,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     args = parser.parse_args()
     table = [(args.heads, args.tokens, args.pattern)] if args.heads else TABLE
-    print(f"{args.layers} layers, {args.topology}; efficiency for P =".ljust(53), end="")
+    print(f"{args.layers} layers, {args.topology}; efficiency for P =".ljust(49), end="")
     print("".join(f"{ranks:8d}" for ranks in RANKS))
     for heads, tokens, pattern in table:
         show(Case(heads, tokens, pattern, args.topology), args.layers)

@@ -67,24 +67,15 @@ def main() -> None:
         print(f"{name:{width}}  {value}")
 
 
-class NoSaver:
-    """The loop without checkpoints."""
-
-    def save(self, step, state, score):
-        pass
-
-    def check(self):
-        pass
-
-
 def measure(config, workdir: str, signals: Signals) -> list[tuple[str, str]]:
     """Rows of the table: (what, figure)."""
     import jax
 
+    from training import build, run
     from training.metrics import Writers
     from training.state import init_state
 
-    parts = train.build(config, workdir)
+    parts = build.build(config, workdir)
     writers = Writers(workdir, 0, STEPS * TURNS)
     data = config.data
     state = init_state(
@@ -96,9 +87,8 @@ def measure(config, workdir: str, signals: Signals) -> list[tuple[str, str]]:
         0,
     )
     began = time.perf_counter()
-    job = train.make_job(parts, None, state, 0, signals, writers)
+    job = run.make_loop(parts, None, state, 0, signals, writers)
     compilation = time.perf_counter() - began
-    job.saver = NoSaver()
     matmul = [matmul_rate()]
     batch = next(job.batches)
     bare, whole, waits = [], [], []
@@ -116,7 +106,7 @@ def measure(config, workdir: str, signals: Signals) -> list[tuple[str, str]]:
     tokens = data.global_batch_size * data.sequence_length
     step, loop = statistics.median(bare), statistics.median(whole)
     return [
-        ("model", train.describe(parts)),
+        ("model", build.describe(parts)),
         ("compilation", f"{compilation:.1f} s"),
         ("bare compiled step", f"{step:.3f} s"),
         ("step in the loop", f"{loop:.3f} s"),
@@ -146,7 +136,6 @@ def bare_steps(job, batch):
 
 def loop_steps(job, turn: int):
     """What the trainer's own loop reports of so many steps."""
-    from training import loop
 
     reports = []
     job.start = turn * STEPS
@@ -159,7 +148,7 @@ def loop_steps(job, turn: int):
 
     job.writers.write = keep
     with contextlib.redirect_stdout(io.StringIO()):
-        loop.run(job)
+        job.run()
     return reports
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from configs import check, document
 from errors import UserError
 
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -81,10 +82,12 @@ def parse(argv: list[str]) -> tuple[ConfigDict, flags.FlagValues]:
             "config", lock_config=True, flag_values=_FLAGS, sys_argv=arguments
         )
         left = _FLAGS(arguments)
+    except flags.UnrecognizedFlagError as error:
+        raise UserError(f"unknown argument --{error.flagname}; {_hint(error.flagname)}") from None
     except (flags.Error, ValueError, TypeError) as error:
         raise UserError(" ".join(str(error).split())) from None
     if len(left) > 1:
-        raise UserError(f"{left[1]!r}: unknown argument; needs --name=value; try --help")
+        raise UserError(f"unknown argument {left[1]!r}; needs --name=value; {_hint(left[1])}")
     if "://" in _FLAGS.workdir:
         raise UserError(
             f"--workdir={_FLAGS.workdir}: needs a local folder, checkpoints alone can lie in a "
@@ -107,7 +110,7 @@ def _help() -> str:
     shown = "\n".join(f"  --{name}: {_FLAGS[name].help}" for name in _OWN if name in _FLAGS)
     return (
         "usage: python train.py --config configs/kda_cp4.py [--config.group.option=value ...]\n"
-        f"  --config: the config file; every option is in configs/base.py\n{shown}"
+        f"  --config: the config file\n{shown}\n\noptions:\n{document.help_text()}"
     )
 
 
@@ -140,9 +143,9 @@ def _split(arguments: list[str]) -> tuple[str, list[tuple[str, str | None]], lis
         else:
             rest.append(argument)
     if not path:
-        raise UserError(
-            "--config: is missing; needs a config file; try --config configs/kda_cp4.py"
-        )
+        files = [argument for argument in rest if argument.endswith(".py")]
+        near = files[0] if files else "configs/kda_cp4.py"
+        raise UserError(f"--config: is missing; needs a config file; try --config {near}")
     return path, overrides, rest
 
 
@@ -197,20 +200,23 @@ def _lookup(config: ConfigDict, name: str) -> Any:
         if not isinstance(here, ConfigDict):
             raise UserError(f"config.{name}: config.{'.'.join(done)} is an option, not a group")
         if part not in here:
-            raise UserError(f"config.{name}: there is no such option; try {_near(config, name)}")
+            raise UserError(f"config.{name}: there is no such option; try {_near(name)}")
         here = here[part]
         done.append(part)
     return here
 
 
-def _near(config: ConfigDict, name: str) -> str:
+def _hint(argument: str) -> str:
+    """What an unknown argument may have meant."""
+    name = argument.lstrip("-").partition("=")[0]
+    found = check.hints(name)
+    return f"try --config.{found[0]}=..." if found else "try --help"
+
+
+def _near(name: str) -> str:
     """The options that the name may have meant."""
-    every = [f"{g}.{o}" for g, options in config.items() for o in options]
-    close = difflib.get_close_matches(name, every, 2, 0.6)
-    last = name.split(".")[-1]
-    close += [option for option in every if option.split(".")[-1] == last]
-    close = list(dict.fromkeys(close)) or ["one of configs/base.py"]
-    return " or ".join(f"config.{c}" if "." in c and " " not in c else c for c in close)
+    found = check.hints(name)
+    return " or ".join(f"config.{option}" for option in found) or "one of docs/configuration.md"
 
 
 def _value(name: str, current: Any, text: str) -> str:
@@ -279,6 +285,11 @@ def _check_processes() -> None:
             f"--coordinator={coordinator}: needs host:port with a port from 1 to 65535, or {AUTO}; "
             f"try {host or coordinator}:1234"
         )
+
+
+def config_file(parsed: flags.FlagValues) -> str:
+    """The path given as --config."""
+    return parsed["config"].config_filename  # type: ignore[attr-defined]  # config_flags' own kind
 
 
 def config_name(argv_path: str) -> str:

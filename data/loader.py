@@ -1,17 +1,15 @@
 """Batches on the mesh, made ahead of the step, with a position that can be saved.
 
-Rows are what hosts share out: a host reads the streams of the rows that its devices hold, so hosts
-on the same rows (a context axis across processes) read the same and each places its own tokens.
+Hosts share out rows: each reads the streams of the rows that its devices hold, so hosts with the
+same rows (a context axis across processes) read the same documents and place their own tokens.
 """
 
-import contextlib
 import hashlib
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
 
-import grain
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -20,18 +18,31 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from data.assignment import DocumentAssigner, Position, SavedAssignment
 from data.batch import Batch
 from data.documents import DocumentSource, open_source
+from data.identity import (
+    Identity,
+    differences,
+    identity_of,
+    option_of,
+    other_documents,
+    why_not_continue,
+)
 from data.options import DataConfig, check
 from data.packing import RECORD_SIZE, Record
-from data.pipeline import HostBatch, batches, count_batches, starting_workers
+from data.pipeline import Batches, HostBatch, count_batches
+from data.prefetch import Prefetcher
 from data.stream import Corpus, Counts
 from data.tokenizer import Tokenizer, make_tokenizer
+from data.totals import broken_warning, sum_counts, summary
+from errors import UserError
 
 ROWS = ("data", "fsdp")
-# Evaluation's order is the documents' own; its deal still needs a seed for ties.
+# Evaluation keeps the documents' own order; a seed still decides ties between streams.
 _EVAL_SEED = 0
 _NO_LIMIT = 1 << 40
-# Where a record's numbers of tokens and of padding begin.
+# Index of a record's numbers of tokens and of padding.
 _MADE = RECORD_SIZE - 2
+_VERSION = 2
+_WAIT_SECONDS = 1.0
 
 
 def make_loader(
@@ -43,16 +54,24 @@ def make_loader(
     windows: int = 1,
     max_batches: int = 0,
     positions: bool = False,
+    log: Callable[[str], None] = print,
 ) -> "Loader":
     """Opens a split's documents and returns a loader at their beginning.
 
-    split: "train" (shuffled by seed and epoch; without end where config.epochs is 0) or "eval" (one
-    pass in fixed order, the same every time, without worker processes). windows: consecutive rows
-    of each stream in a batch. max_batches: stop after so many; 0 for no limit. positions: whether
-    batches hold the positions of tokens in their documents, for a model that reads them.
+    Where there are several processes all have to call it together.
 
-    Raises ValueError, in one line that names the option, for whatever in the configuration or the
-    files cannot work. Where there are several processes all have to call it together.
+    Args:
+        split: "train" (shuffled by seed and epoch; without end where config.epochs is 0) or "eval"
+            (one pass in fixed order, the same every time, without worker processes).
+        windows: consecutive rows of each stream in a batch.
+        max_batches: stop after so many; 0 for no limit.
+        positions: whether batches hold the positions of tokens in their documents, for a model
+            that reads them.
+        log: called with a line when many documents are broken.
+
+    Raises:
+        UserError: one line that names the option, for whatever in the configuration or the files
+            cannot work.
     """
     check(config)
     tokenizer = make_tokenizer(config.tokenizer, config.bos_token, config.eos_token)
@@ -70,6 +89,7 @@ def make_loader(
         windows=windows,
         max_batches=max_batches,
         positions=positions,
+        log=log,
     )
     loader.check_processes()
     return loader
@@ -83,24 +103,24 @@ def _check_mesh(config: DataConfig, mesh: Mesh) -> None:
     ):
         if given % parts:
             near = sorted({max(given // parts, 1) * parts, (given // parts + 1) * parts})
-            raise ValueError(
+            raise UserError(
                 f"config.data.{name}={given}: needs a multiple of {axes} = {parts}, such as "
                 + " or ".join(str(value) for value in near)
             )
 
 
 def _check_documents(config: DataConfig, source: DocumentSource, mesh: Mesh) -> None:
-    """Refuses an endless training in which streams would be assigned nothing epoch after epoch.
+    """Refuses endless training in which some streams have no documents epoch after epoch.
 
-    They go on at once to the next epoch, so that all of them soon read the same texts in lockstep.
-    With a number of epochs they end, and their rows are padded.
+    They would continue with the next epoch at once, so that all soon read the same texts in
+    lockstep. With a number of epochs they end, and their rows are padded.
     """
     found = int(np.count_nonzero(source.sizes))
     if config.epochs or found >= config.global_batch_size:
         return
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     fewer = found // shards * shards
-    raise ValueError(
+    raise UserError(
         f"config.data.global_batch_size={config.global_batch_size}: needs at least as many "
         "training documents, or rows would read the same text at the same steps; there "
         f"{'is' if found == 1 else 'are'} {found}; "
@@ -118,10 +138,11 @@ class _Placed(NamedTuple):
 class Loader:
     """An iterator of `Batch`es of global arrays [W, B, T], sharded over the mesh.
 
-    Arrays lie P(None, ("data", "fsdp"), "context"), `continues` P(None, ("data", "fsdp")). A thread
-    makes and places `config.prefetch` batches ahead, from the first one asked for or `start()` on.
+    Arrays are sharded by P(None, ("data", "fsdp"), "context"), `continues` by P(None, ("data",
+    "fsdp")). A thread makes and places `config.prefetch` batches ahead, from the first one asked
+    for or `start()` on.
 
-    A training loader goes on where it was when iterated again; an evaluation loader starts over.
+    A training loader continues where it was when iterated again; an evaluation loader starts over.
     """
 
     def __init__(
@@ -136,6 +157,7 @@ class Loader:
         windows: int,
         max_batches: int,
         positions: bool,
+        log: Callable[[str], None],
     ):
         self.source = source
         self.tokenizer = tokenizer
@@ -145,20 +167,20 @@ class Loader:
         self._windows = windows
         self._positions = positions
         self._max_batches = max_batches or _NO_LIMIT
+        self._log = log
+        self._announced = False
         self._sharding = NamedSharding(mesh, PartitionSpec(None, ROWS, "context"))
         self._flags_sharding = NamedSharding(mesh, PartitionSpec(None, ROWS))
         self._rows = rows_here(self._flags_sharding, config.global_batch_size)
         self._batches_out = 0
         self._previous: SavedAssignment | None = None  # where the batch size or seed had changed
         self._corpus = self._assign()
-        self._records = _start(
-            config.global_batch_size
-        )  # of all rows; kept up for the rows held here
+        # Of all rows; kept up to date for the rows held here.
+        self._records = _start(config.global_batch_size)
         self._total: int | None = None
-        # The running pipeline's iterator, or nothing. A list, so that closing it lets go of it:
-        # also at interpreter exit, as a thread must not place arrays while JAX is taken down.
-        self._running: list[Any] = []
+        self._running: list[_Running] = []  # the pipeline, or nothing
         self._ahead: list[_Placed] = []  # the batch that has_more looked at, or nothing
+        # Also at exit: a thread must not place arrays while JAX is taken down.
         weakref.finalize(self, _close, self._running)
 
     def _assign(self) -> Corpus:
@@ -186,18 +208,26 @@ class Loader:
         placed = self._ahead.pop()
         self._batches_out += 1
         self._records[self._rows] = placed.records
+        self._announce_broken()
         return placed.batch
+
+    def ready(self, timeout: float) -> bool:
+        """Waits at most so many seconds until `has_more` does not wait; whether that is so."""
+        if self._ahead or self._batches_out >= self._limit():
+            return True
+        return self.start().batches.ready(timeout)
 
     def has_more(self) -> bool:
         """Whether another batch follows, the same on every host. It is made; the position stays."""
         if self._batches_out >= self._limit():
             return False
-        self.start()
         try:
+            while not self.ready(_WAIT_SECONDS):
+                pass  # a signal handler may run
             if not self._ahead:
-                self._ahead.append(next(self._running[0]))
+                self._ahead.append(self.start().batches.take())
         except BaseException:
-            self.close()  # what the thread had made ahead is behind a gap now
+            self.close()  # what the thread has made ahead does not follow what was handed out
             raise
         placed = self._ahead[0]
         over = not placed.live and self._ends_by_itself()
@@ -229,34 +259,26 @@ class Loader:
             )
         return self._total
 
-    def start(self) -> None:
+    def start(self) -> "_Running":
         """Begins to make batches ahead: workers take seconds to start, as the step does to compile.
 
-        What it makes follows the present position, so restore() comes first.
+        They follow the present position, so restore() comes first.
         """
         if not self._running:
-            workers = self._config.workers if self._split == "train" else 0
-            with starting_workers() if workers else contextlib.nullcontext():
-                self._running.append(self._pipeline(workers))
-                self._running[0].start_prefetch()
-
-    def _pipeline(self, workers: int) -> Any:
-        dataset = batches(
-            self._corpus,
-            self._config,
-            rows=self._rows,
-            records=self._records[self._rows],
-            windows=self._windows,
-            workers=workers,
-            positions=self._positions,
-        )
-        place = _Placer(
-            self._rows, self._config.global_batch_size, self._sharding, self._flags_sharding
-        )
-        placed = grain.experimental.ThreadPrefetchIterDataset(
-            dataset.map(place), prefetch_buffer_size=self._config.prefetch
-        )
-        return iter(placed)
+            made = Batches(
+                self._corpus,
+                self._config,
+                rows=self._rows,
+                records=self._records[self._rows],
+                windows=self._windows,
+                workers=self._config.workers if self._split == "train" else 0,
+                positions=self._positions,
+            )
+            place = _Placer(
+                self._rows, self._config.global_batch_size, self._sharding, self._flags_sharding
+            )
+            self._running.append(_Running(made, place, self._config.prefetch))
+        return self._running[0]
 
     def close(self) -> None:
         """Ends the thread and the worker processes. Iterating again starts new ones."""
@@ -264,12 +286,12 @@ class Loader:
         _close(self._running)
 
     def state(self) -> dict[str, Any]:
-        """Returns the position behind the batch last handed out, as JSON's own types.
+        """Returns the position after the batch last handed out, as JSON's own types.
 
         It is the whole run's: on several processes all must call it together, and all get the same.
         """
         return {
-            "version": 1,
+            "version": _VERSION,
             "data": self._identity(),
             "batches": self._batches_out,
             "records": _of_all_rows(self._records, self._rows).tolist(),
@@ -279,16 +301,20 @@ class Loader:
     def restore(self, state: dict[str, Any]) -> str:
         """Goes to a saved position; the next batch is the one that followed it.
 
-        Returns "", or a line that says what happened where `config.data.on_data_change` allowed
-        other rows, another seed or other documents. Then no row continues what it held before.
+        Workers, prefetch, epochs, windows, mesh, processes, the folder and the names of the files
+        may always differ, and in "stream" packing sequence_length.
 
-        Raises ValueError, in one line that names what differs, where the position belongs to other
-        data. Workers, prefetch, epochs, windows, mesh and processes may always differ, and in
-        "stream" packing sequence_length.
+        Returns:
+            "", or a line that says what happened where `config.data.on_data_change` allowed another
+            batch size, another seed or other documents. Then no row continues what it held before.
+
+        Raises:
+            UserError: the position belongs to other data.
         """
-        if state.get("version") != 1:
-            raise ValueError(
-                f"data position: version {state.get('version')!r} is unknown; this program reads 1"
+        if state.get("version") != _VERSION:
+            raise UserError(
+                f"data position: version {state.get('version')!r} is unknown; this program reads "
+                f"{_VERSION}; start in a new --workdir"
             )
         records = np.asarray(state["records"], np.int64).reshape(-1, RECORD_SIZE)
         changed = differences(state["data"], self._identity())
@@ -297,21 +323,23 @@ class Loader:
             self._move_to(records, state["batches"])
             return ""
         if self._config.on_data_change == "refuse":
-            if _why_not_go_on(state["data"], self._identity()):
-                raise ValueError(f"{changed[0]}; set it back or start in a new --workdir")
-            raise ValueError(
-                f"{changed[0]}; set it back, start in a new --workdir, or let the run go on with "
-                "--config.data.on_data_change=continue"
+            if why_not_continue(state["data"], self._identity()):
+                raise UserError(f"{changed[0]}; set it back or start in a new --workdir")
+            raise UserError(
+                f"{changed[0]}; set it back, start in a new --workdir, or let the run continue "
+                "with --config.data.on_data_change=continue"
             )
-        return self._go_on(state, records, changed)
+        return self._continue_changed(state, records, changed)
 
-    def _go_on(self, state: dict[str, Any], records: np.ndarray, changed: list[str]) -> str:
-        """Goes on from a position of another deal, or of other documents."""
+    def _continue_changed(
+        self, state: dict[str, Any], records: np.ndarray, changed: list[str]
+    ) -> str:
+        """Continues from a position of another assignment, or of other documents."""
         saved, given = state["data"], self._identity()
-        if why_not := _why_not_go_on(saved, given):
-            raise ValueError(f"{changed[0]}; {why_not}")
+        if why_not := why_not_continue(saved, given):
+            raise UserError(f"{changed[0]}; {why_not}")
         start = _start(self._config.global_batch_size)
-        if _other_documents(saved, given):
+        if other_documents(saved, given):
             self._previous = None
             self._move_to(start, state["batches"])
             return f"{changed[0]}: reading the documents there from their beginning"
@@ -328,9 +356,9 @@ class Loader:
             padding=sum(record.padding for record in old),
         )
         start[:] = begin._replace(counts=Counts(), tokens=0, padding=0).to_ints()
-        start[0] = begin.to_ints()  # the totals go on with one of the rows
+        start[0] = begin.to_ints()  # one of the rows takes over the totals
         self._move_to(start, state["batches"])
-        return f"{changed[0]}: what is left of the epoch is assigned anew to {len(start)} rows"
+        return f"{changed[0]}: the rest of the epoch is assigned anew to {len(start)} rows"
 
     def _move_to(self, records: np.ndarray, batches_out: int) -> None:
         self.close()
@@ -339,24 +367,11 @@ class Loader:
         self._records = records
         self._batches_out = int(batches_out)
 
-    def _identity(self) -> dict[str, Any]:
-        """What has to be the same for a position to mean the same."""
-        config = self._config
-        identity = {
-            "source": config.source,
-            "path": self.source.fingerprint,
-            "tokenizer": self.tokenizer.fingerprint,
-            "packing": config.packing,
-            "global_batch_size": config.global_batch_size,
-            "seed": self._seed,
-        }
-        if config.packing == "whole":
-            identity["sequence_length"] = config.sequence_length
-            identity["packing_bins"] = config.packing_bins
-        return identity
+    def _identity(self) -> Identity:
+        return identity_of(self._config, self.source, self.tokenizer, self._seed)
 
     def check_processes(self) -> None:
-        """Raises ValueError where processes see other documents or options than the first does."""
+        """Raises UserError where processes see other documents or options than the first does."""
         if jax.process_count() == 1:
             return
         identity = self._identity()
@@ -366,43 +381,58 @@ class Loader:
         every = np.asarray(multihost_utils.process_allgather(mine))
         process, name = np.nonzero((every != every[0]).any(axis=-1))
         if len(process):
-            raise ValueError(
-                f"{_option(list(identity)[name[0]])}: process {process[0]} reads other data than "
+            raise UserError(
+                f"{option_of(list(identity)[name[0]])}: process {process[0]} reads other data than "
                 "process 0; all need the same options and the same files"
             )
 
-    def counts(self) -> dict[str, int]:
-        """Returns what the streams of this host's rows have met, up to the last batch.
+    def _announce_broken(self) -> None:
+        """Logs a line, once, when many documents of this host are broken."""
+        if not self._announced:
+            counts = sum_counts(self._records[self._rows])
+            if line := broken_warning(self._split, counts, self.source.described):
+                self._announced = True
+                self._log(line)
 
-        In "whole" packing up to where the rows now being handed out began to be filled.
+    def counts(self) -> dict[str, int]:
+        """Returns what the streams of all rows have met, up to the last batch.
+
+        In "whole" packing up to where the rows now being handed out began to be filled. On several
+        processes all must call it together.
 
         The names are those of `data.stream.Counts`, with `tokens` (real ones) and `padding`.
         """
-        records = [Record.from_ints(ints) for ints in self._records[self._rows]]
-        totals = np.sum([record.counts for record in records], axis=0)
-        return {
-            **dict(zip(Counts._fields, (int(value) for value in totals))),
-            "tokens": sum(record.tokens for record in records),
-            "padding": sum(record.padding for record in records),
-        }
+        return sum_counts(_of_all_rows(self._records, self._rows))
+
+    def epoch(self) -> float:
+        """Passes over the documents up to the last batch, as this process's rows have met them."""
+        counts = sum_counts(self._records[self._rows])
+        share = len(self._rows) / len(self._records)
+        met = counts["documents"] + counts["empty"] + counts["broken"]
+        return met / share / max(len(self.source), 1)
 
     def summary(self) -> str:
-        """Returns the counts in one line."""
-        counts = self.counts()
-        places = counts["tokens"] + counts["padding"]
-        share = 100 * counts["padding"] / max(places, 1)
-        return (
-            f"data ({self._split}): {counts['documents']:,} documents, {counts['tokens']:,} tokens "
-            f"and {share:.1f}% padding; skipped {counts['empty']:,} empty, {counts['broken']:,} "
-            f"broken; {counts['invalid_utf8']:,} with invalid UTF-8, {counts['one_byte']:,} of one "
-            f"byte, {counts['longer_than_row']:,} longer than a row"
-        )
+        """Returns the counts in one line. On several processes all must call it together."""
+        return summary(self._split, self.counts())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Running:
+    """A pipeline and the thread that runs it ahead."""
+
+    def __init__(self, made: Batches, place: "_Placer", ahead: int):
+        self._made = made
+        self.batches = Prefetcher(lambda: place(next(made)), ahead)
+
+    def close(self) -> None:
+        self._made.stop()
+        self.batches.close()
+        self._made.close()
 
 
 class _Placer:
@@ -418,8 +448,7 @@ class _Placer:
 
     def __call__(self, made: HostBatch) -> _Placed:
         fields = (None if field is None else self._to_devices(field) for field in made.batch)
-        batch = Batch(*fields)
-        return _Placed(batch, made.records, made.live)
+        return _Placed(Batch(*fields), made.records, made.live)
 
     def _to_devices(self, field: np.ndarray) -> jax.Array:
         """[W, rows here, T] or [W, rows here] -> the global array."""
@@ -446,7 +475,7 @@ def _start(rows: int) -> np.ndarray:
     return np.asarray([Record().to_ints()] * rows, np.int64)
 
 
-def _close(running: list[Any]) -> None:
+def _close(running: list[_Running]) -> None:
     while running:
         running.pop().close()
 
@@ -462,34 +491,3 @@ def _of_all_rows(records: np.ndarray, rows: list[int]) -> np.ndarray:
     gathered = np.asarray(multihost_utils.process_allgather(mine)).view(np.int64)
     first = np.argmax(gathered[:, :, -1], axis=0)
     return gathered[first, np.arange(len(records)), :-1]
-
-
-def differences(saved: dict[str, Any], given: dict[str, Any]) -> list[str]:
-    """Returns a line for each thing that a saved position and this run do not have in common."""
-    lines = []
-    for name in dict.fromkeys([*saved, *given]):
-        if saved.get(name) != given.get(name):
-            was, now = json.dumps(saved.get(name)), json.dumps(given.get(name))
-            lines.append(
-                f"{_option(name)}: the saved data position is for {was}, this run has {now}"
-            )
-    return lines
-
-
-def _other_documents(saved: dict[str, Any], given: dict[str, Any]) -> bool:
-    """Tells whether two loaders' identities are of different documents."""
-    return (saved["source"], saved["path"]) != (given["source"], given["path"])
-
-
-def _why_not_go_on(saved: dict[str, Any], given: dict[str, Any]) -> str:
-    """Returns why no loader can go on from a saved identity that differs; "" where one can."""
-    if saved["tokenizer"] != given["tokenizer"]:
-        return "a model cannot go on with other ids"
-    if "whole" in (saved["packing"], given["packing"]) and not _other_documents(saved, given):
-        return "only packing 'stream' can be assigned anew"
-    return ""
-
-
-def _option(name: str) -> str:
-    """Returns the option behind a part of a loader's identity."""
-    return "config.train.seed" if name == "seed" else f"config.data.{name}"

@@ -59,6 +59,7 @@ class DataConfig:
         "Tokens per row over the whole context axis, a multiple of mesh.context.",
         unit="tokens",
         minimum=2,
+        renamed_from=("seq_len", "max_length"),
     )
     global_batch_size: int = option(
         4,
@@ -66,6 +67,7 @@ class DataConfig:
         "train.grad_accum_steps; with data.epochs = 0 at most the number of training documents.",
         unit="rows",
         minimum=1,
+        renamed_from=("rows", "batch_size"),
     )
     packing: str = option(
         "stream",
@@ -96,6 +98,7 @@ class DataConfig:
         'assigned anew, each from where it was left ("stream" packing only); other documents '
         "are read from their beginning; the carried state starts empty.",
         choices=ON_DATA_CHANGE,
+        renamed_from=("if_changed",),
     )
     workers: int = option(
         0,

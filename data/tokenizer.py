@@ -10,6 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from data.encoding import Encoded, check_tokenizer, encode_text, library_errors
+from errors import UserError
+
 BYTES = "bytes"
 
 
@@ -38,29 +41,41 @@ class Tokenizer(Protocol):
 def make_tokenizer(name: str, bos_token: str = "", eos_token: str = "") -> Tokenizer:
     """Opens the tokenizer that `config.data.tokenizer` names.
 
-    Raises ValueError, in one line, where there is none or the file cannot be read as one.
+    Raises:
+        UserError: there is none, its file cannot be read as one, it cannot encode any text, gives
+            other ids each time, or text can spell the begin or end of a document.
     """
     if name != BYTES and not name.endswith((".json", ".model")):
-        raise ValueError(
+        raise UserError(
             f"config.data.tokenizer={name!r}: needs 'bytes', the path of a tokenizer.json (ends in "
             ".json) or of a SentencePiece model (ends in .model)"
         )
     if not name.endswith(".json") and (bos_token or eos_token):
         option = "bos_token" if bos_token else "eos_token"
-        raise ValueError(
+        raise UserError(
             f"config.data.{option}={bos_token or eos_token!r}: only a tokenizer.json takes it; "
             f"leave it empty with config.data.tokenizer={name!r}"
         )
     if name == BYTES:
         return ByteTokenizer()
     if not os.path.isfile(name):
-        raise ValueError(
+        raise UserError(
             f"config.data.tokenizer={name!r}: no such file (a folder's is usually called "
             "tokenizer.json or tokenizer.model)"
         )
     if name.endswith(".json"):
-        return HuggingFaceTokenizer(name, bos_token, eos_token)
-    return SentencePieceTokenizer(name)
+        with library_errors(name, "a tokenizer.json that the tokenizers library reads"):
+            given = [("config.data.bos_token", bos_token), ("config.data.eos_token", eos_token)]
+            texts = [(option, token) for option, token in given if token]
+            tokenizer: Tokenizer = HuggingFaceTokenizer(name, bos_token, eos_token)
+            check_tokenizer(tokenizer, texts)
+            return tokenizer
+    with library_errors(name, "a SentencePiece model"):
+        tokenizer = model = SentencePieceTokenizer(name)
+        check_tokenizer(
+            tokenizer, [("config.data.tokenizer", text) for text in model.special_texts]
+        )
+        return tokenizer
 
 
 class ByteTokenizer:
@@ -83,15 +98,9 @@ class HuggingFaceTokenizer:
     def __init__(self, path: str, bos_token: str = "", eos_token: str = ""):
         import tokenizers  # slow to import and needed by few
 
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(path)
-        except Exception as error:  # the library raises bare Exception
-            raise ValueError(
-                f"config.data.tokenizer={path!r}: not a tokenizer.json that the tokenizers library "
-                f"reads ({_one_line(error)})"
-            ) from None
+        self._tokenizer = tokenizers.Tokenizer.from_file(path)
         if not self._tokenizer.get_vocab(with_added_tokens=True):
-            raise ValueError(
+            raise UserError(
                 f"config.data.tokenizer={path!r}: its vocabulary is empty; try one that was trained"
             )
         self._set_up()
@@ -102,9 +111,11 @@ class HuggingFaceTokenizer:
         self.eos_id = self._special("eos_token", eos_token)
 
     def _set_up(self) -> None:
-        # Settings of the file that would cut or fill documents behind our back.
+        # Settings of the file that would cut or fill documents, or change ids from call to call.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        if getattr(self._tokenizer.model, "dropout", None):
+            self._tokenizer.model.dropout = None
         # "<s>" in a text is three characters, not the begin of a document.
         self._tokenizer.encode_special_tokens = True
 
@@ -119,7 +130,7 @@ class HuggingFaceTokenizer:
             return self.vocab_size - 1
         found = self._tokenizer.token_to_id(token)
         if found is None:
-            raise ValueError(
+            raise UserError(
                 f"config.data.{option}={token!r}: {self.name} has no such token; leave it empty to "
                 "add an id after the vocabulary"
             )
@@ -127,10 +138,13 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: bytes) -> tuple[np.ndarray, np.ndarray]:
         readable, ends = readable_text(text)
-        encoding = self._tokenizer.encode(readable, add_special_tokens=False)
-        ids = np.asarray(encoding.ids, np.int32)
-        stops = np.asarray([stop for _, stop in encoding.offsets], np.int64)
+        ids, stops = encode_text(self._encode, readable, self)
         return ids, bytes_of_tokens(stops, ends)
+
+    def _encode(self, text: str) -> Encoded:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+        return Encoded(np.asarray(encoding.ids, np.int64), offsets[:, 0], offsets[:, 1])
 
 
 class SentencePieceTokenizer:
@@ -140,17 +154,18 @@ class SentencePieceTokenizer:
         import sentencepiece
 
         self._path = path
-        try:
-            self._model = sentencepiece.SentencePieceProcessor(model_file=path)
-        except Exception as error:  # the library raises RuntimeError or OSError
-            raise ValueError(
-                f"config.data.tokenizer={path!r}: not a SentencePiece model ({_one_line(error)})"
-            ) from None
+        self._model = sentencepiece.SentencePieceProcessor(model_file=path)
         self.name = path
         self.fingerprint = _digest(path)
         self.vocab_size = self._model.vocab_size()
         self.bos_id = self._special(self._model.bos_id())
         self.eos_id = self._special(self._model.eos_id())
+
+    @property
+    def special_texts(self) -> list[str]:
+        """The text of its own begin and end tokens."""
+        own = (self._model.bos_id(), self._model.eos_id())
+        return [self._model.id_to_piece(number) for number in own if number >= 0]
 
     def _special(self, own: int) -> int:
         if own >= 0:
@@ -160,10 +175,13 @@ class SentencePieceTokenizer:
 
     def encode(self, text: bytes) -> tuple[np.ndarray, np.ndarray]:
         readable, ends = readable_text(text)
-        mapped = self._model.encode(readable, return_type="offset_mapping")
-        ids = np.asarray(mapped["ids"], np.int32)
-        stops = np.asarray([stop for _, stop in mapped["offsets"]], np.int64)
+        ids, stops = encode_text(self._encode, readable, self)
         return ids, bytes_of_tokens(stops, ends)
+
+    def _encode(self, text: str) -> Encoded:
+        mapped = self._model.encode(text, return_type="offset_mapping")
+        offsets = np.asarray(mapped["offsets"], np.int64).reshape(-1, 2)
+        return Encoded(np.asarray(mapped["ids"], np.int64), offsets[:, 0], offsets[:, 1])
 
 
 def readable_text(text: bytes) -> tuple[str, np.ndarray]:
@@ -207,7 +225,3 @@ def bytes_of_tokens(stops: np.ndarray, ends: np.ndarray) -> np.ndarray:
 def _digest(path: str) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -24,45 +24,56 @@ class ModelConfig(MlaOptions, KdaOptions, AttentionOptions):
         OptionError: naming the option, what was given and what is needed.
     """
 
-    vocab_size: int = option(0, "Ids of the vocabulary; 0: the tokenizer's.", unit="ids", minimum=0)
+    vocab_size: int = option(
+        0, "Ids of the vocabulary; 0: the tokenizer's.", unit="ids", minimum=0, on_resume="model"
+    )
     d_model: int = option(
         256,
         "Width of the residual stream; a multiple of mesh.fsdp.",
         minimum=1,
         renamed_from=("width", "hidden_size", "n_embd", "dim"),
+        on_resume="model",
     )
     pattern: str = option(
         "kda",
         "Mixers of one repeat, in order, separated by commas or blanks: kda, attention, mla.",
         try_value="kda",
+        on_resume="model",
     )
     num_repeats: int = option(
         2,
         "Repeats of the pattern; layers = num_repeats * length of the pattern.",
         minimum=1,
         renamed_from=("repeats", "layers", "n_layers", "num_layers"),
+        on_resume="model",
     )
     ffn: str = option(
         "swiglu",
         "Feed-forward layers: one name for all, or one for each mixer of the pattern.",
+        on_resume="model",
     )
     d_ff: int = option(
         768,
         "Columns of a feed-forward layer; a multiple of mesh.tensor.",
         minimum=1,
         renamed_from=("ffn_dim", "intermediate_size"),
+        on_resume="model",
     )
     carry: bool = option(
         True,
         "Start a continued row from the state in which the row before ended. False: afresh.",
+        on_resume="model",
     )
-    tie_embeddings: bool = option(False, "The output layer is the embedding's transpose.")
-    norm_eps: float = option(1e-5, "Added to the mean square in norms.", above=0)
+    tie_embeddings: bool = option(
+        False, "The output layer is the embedding's transpose.", on_resume="model"
+    )
+    norm_eps: float = option(1e-5, "Added to the mean square in norms.", above=0, on_resume="model")
     init_std: float = option(0.02, "Standard deviation of initial matrices.", above=0)
     compute_dtype: str = option(
         "bfloat16",
         "Type that layers compute in. Parameters, optimizer and recurrent state are float32.",
         choices=("bfloat16", "float32"),
+        on_resume="state",
     )
     remat: str = option(
         "full",

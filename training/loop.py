@@ -3,22 +3,23 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
 import jax
 
 from data.batch import Batch
+from model.axes import Arrays as Params
 from training.goodput import Goodput
 from training.metrics import Writers
 from training.profiler import Profiler
-from training.report import Meter
+from training.report import Meter, Numbers
 from training.signals import Signals
 from training.state import TrainState
 from training.step import Metrics
 
 
 class Saver(Protocol):
-    """What the loop needs of checkpoints: made by train.py, which knows what else is saved."""
+    """What the loop needs of checkpoints: made by run.py, which knows what else is saved."""
 
     def save(self, step: int, state: TrainState, score: float | None) -> None:
         """Starts saving a step; the state may be given up when this returns."""
@@ -27,8 +28,11 @@ class Saver(Protocol):
         """Raises if a save has failed."""
 
 
+StopReason = Literal["done", "data", "signal"]  # the steps are done, no more data, a signal
+
+
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Cadence:
     """When things happen, in steps; 0: never (evaluation) or at the end only (checkpoints)."""
 
     steps: int
@@ -36,19 +40,50 @@ class Plan:
     eval_every: int
     save_every: int
 
+    def evaluates(self, step: int) -> bool:
+        return _every(step, self.eval_every)
+
+    def saves(self, step: int) -> bool:
+        return _every(step, self.save_every)
+
+    def logs(self, step: int) -> bool:
+        return _every(step, self.log_every)
+
+    def interrupts(self, step: int) -> bool:
+        """Whether something after this step needs its result before the next is dispatched."""
+        return step >= self.steps or self.evaluates(step) or self.saves(step)
+
 
 @dataclasses.dataclass
-class Job:
-    """Everything the loop turns. `votes` are the arrays for "go on" and "stop" (see step.py)."""
+class InFlightStep:
+    """A step that was dispatched and not reported yet."""
 
-    plan: Plan
+    step: int
+    metrics: Metrics
+    data_wait: float  # seconds
+    epoch: float  # passes over the training documents, with this step
+    numbers: Numbers | None = None  # of the finished step, on the host
+
+
+@dataclasses.dataclass
+class TrainLoop:
+    """The state and everything that a step needs, is measured by, or is reported to.
+
+    Attributes:
+        votes: the arrays for "continue" and "stop"; see step.py.
+        more: whether `batches` has another one. epoch: passes over the documents so far.
+        evaluate: see `Evaluator.__call__`.
+    """
+
+    cadence: Cadence
     state: TrainState
     start: int
     step: Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]
     votes: tuple[jax.Array, jax.Array]
     batches: Iterator[Batch]
-    more: Callable[[], bool]  # whether `batches` has another one
-    evaluate: Callable[[Any, Callable[[], None]], dict[str, float]]  # see Evaluator.__call__
+    more: Callable[[], bool]
+    epoch: Callable[[], float]
+    evaluate: Callable[[Params, Callable[[], None]], dict[str, float]]
     saver: Saver
     meter: Meter
     writers: Writers
@@ -56,132 +91,115 @@ class Job:
     profiler: Profiler
     signals: Signals
 
+    def run(self) -> tuple[int, StopReason]:
+        """Trains to the end. Returns the last step and why it was the last. That step is saved; the
+        save may still be running.
+        """
+        step, in_flight = self.start, None
+        stop_reason: StopReason | None = None
+        self.goodput.switch("training")
+        self.meter.start()
+        while stop_reason is None:
+            if step >= self.cadence.steps or self._stops_alone():
+                stop_reason = "done" if step >= self.cadence.steps else "signal"
+                break
+            batch, data_wait = self._next_batch()
+            if batch is None:
+                stop_reason = "data"
+                break
+            step += 1
+            dispatched = self._dispatch(step, batch, data_wait)
+            agreed = self._finish(in_flight)  # the step before, while this one runs
+            in_flight = dispatched
+            self._end_profile(in_flight)
+            # All processes must stop at the same step, so every process reads this vote here,
+            # whatever else it does by itself, such as a trace.
+            if agreed or self.cadence.interrupts(step):
+                last = step >= self.cadence.steps or (not agreed and self._data_ends())
+                agreed = self._finish(in_flight, last=last) or agreed
+                in_flight = None
+                stop_reason = "signal" if agreed else None
+            self.saver.check()
+        self._finish(in_flight, last=stop_reason == "data")
+        self._save(step)
+        self.profiler.stop()
+        return step, stop_reason
 
-@dataclasses.dataclass
-class _Flying:
-    """A step that was dispatched and not reported yet."""
+    def _dispatch(self, step: int, batch: Batch, data_wait: float) -> InFlightStep:
+        self.profiler.before(step, asked=self.signals.take_profile())
+        vote = self.votes[self.signals.stop is not None]
+        with self.profiler.named(step):
+            self.state, metrics = self.step(self.state, batch, vote)
+        return InFlightStep(step, metrics, data_wait, self.epoch())
 
-    step: int
-    metrics: Metrics
-    data_wait: float  # seconds
-    numbers: dict[str, Any] | None = None  # of the finished step, on the host
+    def _stops_alone(self) -> bool:
+        """A single process need not wait for the others' votes."""
+        return jax.process_count() == 1 and self.signals.stop is not None
 
+    def _next_batch(self) -> tuple[Batch | None, float]:
+        """The next batch, or None at the data's end, and the seconds waited for it."""
+        began = time.perf_counter()
+        with self.goodput.during("data"):
+            batch = next(self.batches, None)
+        return batch, time.perf_counter() - began
 
-def run(job: Job) -> tuple[int, str]:
-    """Trains to the plan's end. Returns the last step and why it was the last: "done", "data"
-    (there was no more) or "signal". That step is saved; the save may still be under way.
-    """
-    step, why, flying = job.start, "", None
-    job.goodput.switch("training")
-    job.meter.start()
-    while not why:
-        if step >= job.plan.steps or _told_alone(job):
-            why = "done" if step >= job.plan.steps else "signal"
-            break
-        batch, data_wait = _next_batch(job)
-        if batch is None:
-            why = "data"
-            break
-        step += 1
-        job.profiler.before(step, asked=job.signals.take_profile())
-        wish = job.votes[job.signals.stop is not None]
-        with job.profiler.named(step):
-            job.state, metrics = job.step(job.state, batch, wish)
-        told = _finish(job, flying)  # the step before, while this one runs
-        flying = _Flying(step, metrics, data_wait)
-        _end_profile(job, flying)
-        # All processes stop at one step: this vote is read in all at once, here or behind the next
-        # dispatch, whatever a process does for itself, such as a trace.
-        if told or _due(job.plan, step):
-            last = step >= job.plan.steps or (not told and _data_ends(job))
-            told = _finish(job, flying, last=last) or told
-            flying = None
-            why = "signal" if told else ""
-        job.saver.check()
-    _finish(job, flying, last=why == "data")
-    _save(job, step)
-    job.profiler.stop()
-    return step, why
+    def _data_ends(self) -> bool:
+        """Whether no batch follows the newest step's."""
+        with self.goodput.during("data"):
+            return not self.more()
 
+    def _wait(self, in_flight: InFlightStep) -> Numbers:
+        """Waits for a step; its numbers."""
+        if in_flight.numbers is None:
+            in_flight.numbers = self.meter.finish(
+                in_flight.step, in_flight.metrics, in_flight.data_wait
+            )
+        return in_flight.numbers
 
-def _told_alone(job: Job) -> bool:
-    """A single process need not wait for the others' votes."""
-    return jax.process_count() == 1 and job.signals.stop is not None
+    def _end_profile(self, in_flight: InFlightStep) -> None:
+        """Ends a trace whose last step this is; the time that takes counts for no step."""
+        if self.profiler.ends_with(in_flight.step):
+            self._wait(in_flight)
+            self.profiler.stop()
+            self.meter.start()
 
+    def _finish(self, in_flight: InFlightStep | None, *, last: bool = False) -> bool:
+        """Waits for a step, reports it, and evaluates and saves where that is due, and at the last.
 
-def _next_batch(job: Job) -> tuple[Batch | None, float]:
-    """The next batch, or None at the data's end, and the seconds waited for it."""
-    began = time.perf_counter()
-    with job.goodput.during("data"):
-        batch = next(job.batches, None)
-    return batch, time.perf_counter() - began
+        Returns whether the processes agreed to stop.
+        """
+        if in_flight is None:
+            return False
+        step, stops = in_flight.step, bool(self._wait(in_flight)["stop"])
+        values: dict[str, float] = {}
+        if self.cadence.eval_every > 0 and (last or self.cadence.evaluates(step)):
+            values = self._evaluate(step, stops)
+        score = values.get("eval/loss")
+        if values or last or self.cadence.logs(step):
+            learning = self.meter.report() | {"learning/epoch": in_flight.epoch}
+            self.writers.write(step, learning | values | self.goodput.metrics())
+            self.goodput.write()
+        if last or self.cadence.saves(step):
+            self._save(step, score)
+        if last or self.cadence.interrupts(step):
+            self.meter.start()
+        return stops
+
+    def _evaluate(self, step: int, stops: bool) -> dict[str, float]:
+        # SIGKILL may follow SIGTERM, so save before evaluating, at the price that this step has no
+        # score to be kept as the best by.
+        if stops:
+            self._save(step)
+        return self.evaluate(self.state.params, lambda: self._save_if_stopping(step))
+
+    def _save_if_stopping(self, step: int) -> None:
+        if self._stops_alone():
+            self._save(step)
+
+    def _save(self, step: int, score: float | None = None) -> None:
+        with self.goodput.during("checkpoint"):
+            self.saver.save(step, self.state, score)
 
 
 def _every(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _due(plan: Plan, step: int) -> bool:
-    """Whether something happens between this step and the next that needs its result."""
-    return step >= plan.steps or _every(step, plan.eval_every) or _every(step, plan.save_every)
-
-
-def _data_ends(job: Job) -> bool:
-    """Whether no batch follows the newest step's."""
-    with job.goodput.during("data"):
-        return not job.more()
-
-
-def _wait(job: Job, flying: _Flying) -> dict[str, Any]:
-    """Waits for a step; its numbers."""
-    if flying.numbers is None:
-        flying.numbers = job.meter.finish(flying.step, flying.metrics, flying.data_wait)
-    return flying.numbers
-
-
-def _end_profile(job: Job, flying: _Flying) -> None:
-    """Ends a trace whose last step this is; the time that takes is no step's."""
-    if job.profiler.ends_with(flying.step):
-        _wait(job, flying)
-        job.profiler.stop()
-        job.meter.start()
-
-
-def _finish(job: Job, flying: _Flying | None, *, last: bool = False) -> bool:
-    """Waits for a step, reports it, and evaluates and saves where that is due, and at the `last`.
-
-    Returns whether the processes agreed to stop.
-    """
-    if flying is None:
-        return False
-    plan, step = job.plan, flying.step
-    numbers = _wait(job, flying)
-    score = None
-    evaluates = plan.eval_every > 0 and (last or _every(step, plan.eval_every))
-    values = {}
-    if evaluates:
-        # Who tells a run to stop may soon kill it: the state is safe before a long evaluation ends,
-        # at the price that this step has no score to be kept as the best by.
-        if numbers["stop"]:
-            _save(job, step)
-        values = job.evaluate(job.state.params, lambda: _save_if_told(job, step))
-        score = values["eval/loss"]
-    if evaluates or last or _every(step, plan.log_every):
-        values = job.meter.report(numbers) | values | job.goodput.metrics()
-        job.writers.write(step, values)
-        job.goodput.write()
-    if last or _every(step, plan.save_every):
-        _save(job, step, score)
-    if last or _due(plan, step):
-        job.meter.start()
-    return bool(numbers["stop"])
-
-
-def _save_if_told(job: Job, step: int) -> None:
-    if _told_alone(job):
-        _save(job, step)
-
-
-def _save(job: Job, step: int, score: float | None = None) -> None:
-    with job.goodput.during("checkpoint"):
-        job.saver.save(step, job.state, score)

@@ -1,23 +1,20 @@
-"""Where numbers go: TensorBoard event files, a JSONL file and the console, from process 0.
+"""Where numbers are written: TensorBoard event files, a JSONL file and the console, by process 0.
 
-After a resume every step stands once in each: lines of the JSONL file beyond the resumed step are
-cut off, and a new event file tells TensorBoard to forget them.
+After a resume every step appears once in each: lines of the JSONL file beyond the resumed step are
+cut off, and a new event file tells TensorBoard to drop them.
 """
 
 import json
 import math
 import os
 import sys
-import time
-from typing import Any
 
 import tqdm
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.summary import Summary, text
+
+from training.events import EventFile
 
 JSONL = "metrics.jsonl"
-TENSORBOARD = "tensorboard"
+HPARAMS_METRICS = ("eval/loss", "eval/bits_per_byte", "learning/loss")  # columns of that page
 
 
 class Writers:
@@ -33,17 +30,11 @@ class Writers:
         self._primary = primary
         if not primary:
             return
-        events = os.path.join(workdir, TENSORBOARD)
-        os.makedirs(events, exist_ok=True)
+        os.makedirs(workdir, exist_ok=True)
         path = os.path.join(workdir, JSONL)
-        cut_jsonl(path, start)
+        newest = cut_jsonl(path, start)
         self._jsonl = open(path, "a", encoding="utf-8")  # noqa: SIM115
-        # Written here and now, not by tensorboardX's queue and thread: what a checkpoint's step
-        # reported must be on disk before the checkpoint is.
-        # Files are read in the order of their names, of which the writer's part is in seconds.
-        self._events = EventsWriter(os.path.join(events, "events"), f".{time.time_ns()}")
-        # Whatever older files say of later steps, they say no longer.
-        self._event(start + 1, session_log=SessionLog(status=SessionLog.START))
+        self._events = EventFile(workdir, start, newest)
         self._bar = None
         if sys.stderr.isatty():
             self._bar = tqdm.tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True)
@@ -55,20 +46,25 @@ class Writers:
             return
         # JSON has no NaN or infinity.
         finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
-        line = {"step": step, "time": round(time.time(), 3), **finite}
+        now = self._events.now()
+        line = {"step": step, "time": round(now, 3), **finite}
         self._jsonl.write(json.dumps(line) + "\n")
         self._jsonl.flush()
-        scalars = [Summary.Value(tag=k, simple_value=v) for k, v in values.items()]
-        self._event(step, summary=Summary(value=scalars))
+        self._events.scalars(step, values, now)
         self._show(step, values)
 
     def text(self, step: int, tag: str, content: str) -> None:
         """A text for TensorBoard's text page, in Markdown."""
         if self._primary:
-            self._event(step, summary=text(tag, content))
+            self._events.text(step, tag, content)
 
-    def say(self, line: str) -> None:
-        """A line for the user, beside the bar where there is one."""
+    def hyperparameters(self, step: int, options: dict[str, int | float | str]) -> None:
+        """The options, for TensorBoard's HParams page, where a sweep is a table of runs."""
+        if self._primary:
+            self._events.hyperparameters(step, options, HPARAMS_METRICS)
+
+    def log(self, line: str) -> None:
+        """A line for the user, above the progress bar where there is one."""
         if not self._primary:
             return
         if self._bar is not None:
@@ -83,10 +79,6 @@ class Writers:
             self._events.close()
             if self._bar is not None:
                 self._bar.close()
-
-    def _event(self, step: int, **content: Any) -> None:
-        self._events.write_event(Event(wall_time=time.time(), step=step, **content))
-        self._events.flush()
 
     def _show(self, step: int, values: dict[str, float]) -> None:
         shown = console_text(values)
@@ -125,20 +117,26 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def cut_jsonl(path: str, last: int) -> None:
-    """Keeps the whole lines of steps up to `last`; replaces the file at once or not at all."""
+def cut_jsonl(path: str, last: int) -> float:
+    """Keeps the whole lines of steps up to `last`; replaces the file at once or not at all.
+
+    Returns the newest time of all lines, the dropped ones included; 0 without any.
+    """
     if not os.path.exists(path):
-        return
-    part = f"{path}.part"
+        return 0.0
+    part, newest = f"{path}.part", 0.0
     with open(path, encoding="utf-8", errors="replace") as old, open(part, "w") as new:
         for line in old:
             try:
-                keep = line.endswith("\n") and json.loads(line)["step"] <= last
-            except (ValueError, KeyError, TypeError):
+                values = json.loads(line)
+                newest = max(newest, float(values.get("time", 0)))
+                keep = line.endswith("\n") and values["step"] <= last
+            except (ValueError, KeyError, TypeError, AttributeError):
                 keep = False  # the line that a killed process left half written
             if keep:
                 new.write(line)
     os.replace(part, path)
+    return newest
 
 
 def _eval_text(values: dict[str, float]) -> str:

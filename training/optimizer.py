@@ -1,6 +1,5 @@
 """The optimizer: one optax chain, its schedule, and rules that cover every parameter."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -10,28 +9,10 @@ from jax.sharding import Mesh
 from model.config import ModelConfig
 from model.params import decay_mask, muon_mask, param_shardings
 from training.muon import scale_by_muon, scale_by_size
+from training.options import OptimizerOptions
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """`config.optimizer`, whose comments in configs/base.py say what each option is."""
-
-    name: str
-    learning_rate: float
-    schedule: str
-    schedule_steps: int
-    warmup_steps: int
-    decay_steps: int
-    min_lr_ratio: float
-    clip_norm: float
-    weight_decay: float
-    b1: float
-    b2: float
-    eps: float
-    muon_momentum: float
-
-
-def make_schedule(options: OptimizerConfig) -> optax.Schedule:
+def make_schedule(options: OptimizerOptions) -> optax.Schedule:
     """Updates done so far -> learning rate. After the schedule's end the rate stays."""
     peak, final = options.learning_rate, options.learning_rate * options.min_lr_ratio
     if options.schedule == "cosine":
@@ -53,7 +34,7 @@ def make_schedule(options: OptimizerConfig) -> optax.Schedule:
 
 
 def make_optimizer(
-    options: OptimizerConfig, cfg: ModelConfig, mesh: Mesh
+    options: OptimizerOptions, cfg: ModelConfig, mesh: Mesh
 ) -> optax.GradientTransformation:
     """Clipping, then each parameter's rule by the model's own table. See `rule_names`."""
     schedule = make_schedule(options)
@@ -91,7 +72,7 @@ def rule_names(optimizer: str, cfg: ModelConfig) -> Any:
     return jax.tree.map(name, muon_mask(cfg), decay_mask(cfg))
 
 
-def _muon(options: OptimizerConfig, shardings: Any) -> optax.GradientTransformation:
+def _muon(options: OptimizerOptions, shardings: Any) -> optax.GradientTransformation:
     chain = optax.chain(
         scale_by_muon(options.muon_momentum, shardings),
         # 0.2 gives Muon's updates the size of AdamW's, so that both share one learning rate

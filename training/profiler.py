@@ -1,25 +1,22 @@
 """Traces of a few steps, for TensorBoard's profile page: by config.profile, or on SIGUSR1."""
 
 import contextlib
-import os
 from collections.abc import Callable
 
 import jax
-
-from training.metrics import TENSORBOARD
 
 
 class Profiler:
     """Starts a trace before the first step asked for and ends it after the last.
 
     Args:
-        workdir: the trace goes below its TensorBoard folder.
-        start: first step to trace; 0: none. steps: steps a trace. say: takes a line for the user.
+        workdir: the trace goes into plugins/profile there, where TensorBoard looks.
+        start: first step to trace; 0: none. steps: steps a trace. log: takes a line for the user.
     """
 
-    def __init__(self, workdir: str, start: int, steps: int, say: Callable[[str], None]):
-        self._folder = os.path.join(workdir, TENSORBOARD)
-        self._start, self._steps, self._say = start, steps, say
+    def __init__(self, workdir: str, start: int, steps: int, log: Callable[[str], None]):
+        self._folder = workdir
+        self._start, self._steps, self._log = start, steps, log
         self._last: int | None = None  # last step of the trace that is running
 
     def before(self, step: int, asked: bool) -> None:
@@ -44,5 +41,5 @@ class Profiler:
         """Ends a trace that is running and says where it is."""
         if self._last is not None:
             jax.profiler.stop_trace()
-            self._say(f"profile of {self._steps} steps: {self._folder}/plugins/profile")
+            self._log(f"profile of {self._steps} steps: {self._folder}/plugins/profile")
             self._last = None

@@ -11,6 +11,7 @@ import psutil
 from errors import RunError
 from model.config import ModelConfig
 from model.flops import key_flops_per_token, train_flops_per_token
+from training.step import CONTROL
 
 # Peak bf16 FLOP/s of a JAX device by `device_kind`: a chip, on v7x one of its two cores.
 # Google Cloud's TPU pages, "System architecture", one a generation; NVIDIA's data sheets, dense.
@@ -29,6 +30,9 @@ PEAK_FLOPS = {
 }
 
 
+Numbers = dict[str, Any]  # a finished step's metrics on the host: float, int and bool by name
+
+
 class NonFiniteError(RunError):
     """A step's loss or gradient is not finite; `step` is its number."""
 
@@ -38,6 +42,18 @@ class NonFiniteError(RunError):
             "a lower config.optimizer.learning_rate, or --config.train.skip_nonfinite=true"
         )
         self.step, self.loss, self.norm = step, loss, norm
+
+
+# The last word of a metric's name says how the steps since the last report become one value.
+LAST = ("seen", "skipped", "last")  # totals of the run, and what is reported as it is
+MOST = ("max",)
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a run has done so far, restarts included."""
+
+    tokens_seen: int = 0  # real ones, of the steps reported to `Meter.finish`
 
 
 @dataclasses.dataclass
@@ -57,13 +73,21 @@ class Meter:
     Args:
         slots: tokens of a step, padding included. cfg: for the FLOPs of a token.
         compiled_peak: bytes a device that the compiled step needs, None where it is not known.
+        progress: is counted up.
         skip_nonfinite: such steps were skipped on the device; otherwise they are an error.
     """
 
     def __init__(
-        self, slots: int, cfg: ModelConfig, compiled_peak: int | None, *, skip_nonfinite: bool
+        self,
+        slots: int,
+        cfg: ModelConfig,
+        compiled_peak: int | None,
+        progress: Progress,
+        *,
+        skip_nonfinite: bool,
     ):
-        self._slots = slots
+        self._slots, self._progress = slots, progress
+        self._values: dict[str, list[float]] = {}  # of the steps since the last report
         self.flops_per_token = train_flops_per_token(cfg)
         self._flops_per_key = key_flops_per_token(cfg, 1.0)
         self._compiled_peak = compiled_peak
@@ -76,7 +100,7 @@ class Meter:
         """The device is idle from here on: the next step's time counts from now."""
         self._done = time.monotonic()
 
-    def finish(self, step: int, metrics: dict[str, jax.Array], data_wait: float) -> dict[str, Any]:
+    def finish(self, step: int, metrics: dict[str, jax.Array], data_wait: float) -> Numbers:
         """Waits for a step and returns its numbers, on the host.
 
         Raises:
@@ -94,17 +118,24 @@ class Meter:
             self._interval.flops += numbers["attended"] * self._flops_per_key
             self._interval.data_wait += data_wait
         self._done = now
+        self._progress.tokens_seen += numbers["tokens"]
+        for name, value in numbers.items():
+            if name not in CONTROL:
+                self._values.setdefault(name, []).append(value)
         return numbers
 
-    def report(self, numbers: dict[str, Any]) -> dict[str, float]:
-        """The last step's learning numbers, and speed over the steps since the last report."""
-        values = {
-            f"learning/{name}": numbers[name]
-            for name in ("loss", "bits_per_byte", "grad_norm", "learning_rate", "steps_skipped")
+    def report(self) -> dict[str, float]:
+        """One value of everything that the steps since the last report returned, and their speed.
+
+        The names are those of the step, below "learning/" where they have no group of their own.
+        """
+        values, self._values = self._values, {}
+        learning = {
+            name if "/" in name else f"learning/{name}": summarize(name, found)
+            for name, found in values.items()
         }
-        if numbers["z_loss"]:
-            values["learning/z_loss"] = numbers["z_loss"]
-        return values | self._speed() | self._memory()
+        learning["learning/tokens_seen"] = self._progress.tokens_seen
+        return learning | self._speed() | self._memory()
 
     def _speed(self) -> dict[str, float]:
         interval, self._interval = self._interval, Interval()
@@ -139,6 +170,20 @@ class Meter:
         if peaks:
             values["memory/peak_bytes_per_device"] = max(peaks)
         return values
+
+
+def summarize(name: str, values: list[float]) -> float:
+    """One value for several steps: their mean, unless the name's last word says otherwise.
+
+    Values that are not finite, of steps that were skipped, count only where there is no other.
+    """
+    word = name.replace("/", "_").split("_")[-1]
+    if word in LAST:
+        return values[-1]
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return values[-1]
+    return max(finite) if word in MOST else math.fsum(finite) / len(finite)
 
 
 def compiled_peak_bytes(compiled: Any) -> int | None:

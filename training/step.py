@@ -3,7 +3,6 @@
 Axes: W window, B row, T token, A part of the rows (accumulation).
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -19,28 +18,17 @@ from model.config import ModelConfig
 from model.decoder import carry_shardings, forward
 from model.flops import key_flops_per_token
 from model.loss import LossSums, loss_sums
+from training.options import TrainOptions
 from training.state import TrainState
 
 LN2 = math.log(2.0)
 Metrics = dict[str, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class StepConfig:
-    """The part of `config.train` that a step is made of; see configs/base.py."""
-
-    grad_accum_steps: int = 1
-    z_loss: float = 0.0
-    skip_nonfinite: bool = False
-    spike_deviations: float = 0.0
-
-    @property
-    def may_skip(self) -> bool:
-        return self.skip_nonfinite or self.spike_deviations > 0
+# What a step returns for the loop and the meter; everything else it returns is reported.
+CONTROL = ("finite", "stop", "tokens", "attended")
 
 
 def make_train_step(
-    options: StepConfig,
+    options: TrainOptions,
     cfg: ModelConfig,
     mesh: Mesh,
     optimizer: optax.GradientTransformation,
@@ -54,8 +42,9 @@ def make_train_step(
 
     batch: [W, B, T]; the gradient flows back through all W windows. votes: int32 [devices], each
     process's wish to stop; metrics["stop"] is their maximum, so that all processes hear of one wish
-    at the same step. metrics: float32 and int32 scalars, whole on every device; those of layers are
-    means over windows and parts, under the names that the decoder gives them.
+    at the same step. metrics: float32 and int32 scalars, whole on every device, all of which are
+    reported but `CONTROL`; those of layers are means over windows and parts, under the names that
+    the decoder gives them.
     """
 
     where = jax.tree.map(lambda x: x.sharding, shapes)
@@ -76,7 +65,6 @@ def make_train_step(
         count = lambda x: jnp.sum(x, dtype=jnp.int32)  # noqa: E731
         metrics = {
             "loss": loss,
-            "z_loss": z / total,
             "bits_per_byte": nll / LN2 / jnp.maximum(count(batch.target_bytes), 1),
             "grad_norm": norm,
             "learning_rate": jnp.asarray(schedule(state.step - state.skipped), jnp.float32),
@@ -86,6 +74,8 @@ def make_train_step(
             "steps_skipped": done.skipped,
             "stop": jnp.max(votes),
         }
+        if options.z_loss:
+            metrics["z_loss"] = z / total
         return done, reported | metrics
 
     whole = NamedSharding(mesh, PartitionSpec())
@@ -149,7 +139,7 @@ def batch_shapes(
     )
 
 
-def _gradients(options: StepConfig, cfg, mesh: Mesh, state: TrainState, batch: Batch, total):
+def _gradients(options: TrainOptions, cfg, mesh: Mesh, state: TrainState, batch: Batch, total):
     """(gradient of the summed loss over `total`, LossSums, layers' metrics, new carry), over all
     rows.
 
@@ -208,7 +198,7 @@ def _windows(cfg: ModelConfig, mesh: Mesh, params, batch: Batch, carry):
     return carry, (jax.tree.map(jnp.sum, sums), jax.tree.map(jnp.mean, reported))
 
 
-def _is_spike(options: StepConfig, state: TrainState, loss: jax.Array) -> jax.Array:
+def _is_spike(options: TrainOptions, state: TrainState, loss: jax.Array) -> jax.Array:
     """Whether the loss is far above the last losses; never before the window is full."""
     if not options.spike_deviations:
         return jnp.bool_(False)

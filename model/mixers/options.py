@@ -13,15 +13,24 @@ class KdaOptions:
     """Kimi Delta Attention: `kda_heads` heads of K = key_dim and V = value_dim."""
 
     kda_heads: int = option(
-        2, "KDA heads; a multiple of mesh.tensor.", minimum=1, renamed_from=("heads",)
+        2,
+        "KDA heads; a multiple of mesh.tensor.",
+        minimum=1,
+        renamed_from=("heads",),
+        on_resume="model",
     )
-    key_dim: int = option(128, "K of a KDA head; the TPU kernels need 128.", minimum=1)
-    value_dim: int = option(128, "V of a KDA head; the TPU kernels need 128.", minimum=1)
+    key_dim: int = option(
+        128, "K of a KDA head; the TPU kernels need 128.", minimum=1, on_resume="model"
+    )
+    value_dim: int = option(
+        128, "V of a KDA head; the TPU kernels need 128.", minimum=1, on_resume="model"
+    )
     gate_rank: int = option(
         128,
         "Inner size of the low-rank decay and output gates (Kimi Linear uses the head size); a "
         "multiple of mesh.fsdp.",
         minimum=1,
+        on_resume="model",
     )
     conv_kernel_size: int = option(
         4,
@@ -29,12 +38,14 @@ class KdaOptions:
         unit="tokens",
         minimum=2,
         renamed_from=("conv_width", "conv_size"),
+        on_resume="model",
     )
     decay_gate: str = option(
         "softplus",
         "softplus: log decay = -exp(a_log) * softplus(x). bounded: gate_lower_bound * sigmoid(x).",
         choices=("softplus", "bounded"),
         renamed_from=("gate",),
+        on_resume="model",
     )
     gate_lower_bound: float = option(
         -5.0,
@@ -42,11 +53,13 @@ class KdaOptions:
         unit="nepers/token",
         minimum=-5.0,
         below=0.0,
+        on_resume="model",
     )
     learned_initial_state: bool = option(
         False,
         "Every fresh document starts from a learned state instead of zeros.",
         renamed_from=("learned_start_state",),
+        on_resume="model",
     )
     kda_implementation: str = option(
         "auto",
@@ -65,14 +78,20 @@ class AttentionOptions:
     """Full attention: `attention_heads` query heads share `attention_kv_heads` keys and values."""
 
     attention_heads: int = option(
-        2, "Query heads of an attention layer; a multiple of mesh.tensor.", minimum=1
+        2,
+        "Query heads of an attention layer; a multiple of mesh.tensor.",
+        minimum=1,
+        on_resume="model",
     )
     attention_kv_heads: int = option(
         2,
         "Heads of keys and values; divides attention_heads, and is a multiple of mesh.tensor.",
         minimum=1,
+        on_resume="model",
     )
-    attention_head_dim: int = option(128, "Size of an attention head.", minimum=1)
+    attention_head_dim: int = option(
+        128, "Size of an attention head.", minimum=1, on_resume="model"
+    )
     attention_block: int = option(
         512, "Tokens in a block of the online softmax.", unit="tokens", minimum=1
     )
@@ -82,6 +101,7 @@ class AttentionOptions:
         "first document continues. A multiple of mesh.context; 0: it sees the row only.",
         unit="tokens",
         minimum=0,
+        on_resume="state",
     )
 
 
@@ -89,14 +109,27 @@ class AttentionOptions:
 class MlaOptions:
     """Multi-head latent attention; attention_block and attention_memory hold for it, too."""
 
-    mla_heads: int = option(2, "Heads of an MLA layer; a multiple of mesh.tensor.", minimum=1)
-    mla_kv_rank: int = option(
-        512, "Size of the latent that holds a token's keys and values.", minimum=1
+    mla_heads: int = option(
+        2, "Heads of an MLA layer; a multiple of mesh.tensor.", minimum=1, on_resume="model"
     )
-    mla_nope_dim: int = option(128, "Channels of a head's queries and its own keys.", minimum=1)
+    mla_kv_rank: int = option(
+        512,
+        "Size of the latent that holds a token's keys and values.",
+        minimum=1,
+        on_resume="model",
+    )
+    mla_nope_dim: int = option(
+        128, "Channels of a head's queries and its own keys.", minimum=1, on_resume="model"
+    )
     mla_rope_dim: int = option(
-        64, "Further channels of queries, whose keys all heads share; not rotated.", minimum=1
+        64,
+        "Further channels of queries, whose keys all heads share; not rotated.",
+        minimum=1,
+        on_resume="model",
     )
     mla_value_dim: int = option(
-        128, "Channels of a head's values; at most mla_nope_dim + mla_rope_dim.", minimum=1
+        128,
+        "Channels of a head's values; at most mla_nope_dim + mla_rope_dim.",
+        minimum=1,
+        on_resume="model",
     )

@@ -7,7 +7,7 @@ place shows by its number.
 import numpy as np
 
 from data.assignment import DocumentAssigner, SavedAssignment
-from data.readers import Document
+from data.readers.reader import Document
 from data.stream import Corpus
 
 BOS, EOS = 1, 2

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import mmap
 import os
 import pickle
 import sysconfig
@@ -14,9 +13,10 @@ import pyarrow.parquet
 import pytest
 from array_record.python import array_record_module
 
-from data import readers
 from data.documents import DocumentSource, open_source
 from data.options import DataConfig, check
+from data.readers import jsonl, parquet, reader
+from errors import DataError
 
 TEXTS = [f"document {i}\n".encode() * (1 + i % 5) for i in range(200)]
 
@@ -67,7 +67,9 @@ def test_each_document_is_read_once(kind, tmp_path):
     assert 2 <= len(held_out) <= 25  # about 5% of 200
     again = open_source(config, "eval")
     assert (texts(again), again.fingerprint) == (texts(held_out), held_out.fingerprint)
-    assert held_out.fingerprint != open_source(config, "train").fingerprint
+    train = open_source(config, "train")
+    assert held_out.fingerprint == train.fingerprint
+    assert held_out.split_fingerprint != train.split_fingerprint
     sent = pickle.loads(pickle.dumps(held_out))
     assert texts(sent) == texts(held_out)
 
@@ -133,39 +135,21 @@ def test_a_single_line_is_not_cut_inside_a_character(tmp_path):
         assert (train + held_out).decode() == train.decode() + held_out.decode() == "漢字" * 50
 
 
-def test_large_files_are_mapped(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "_MAPPED_BYTES", 1000)
-    (tmp_path / "long.txt").write_bytes(b"x" * 5000)
-    (tmp_path / "short.txt").write_bytes(b"y" * 500)
-    source = open_source(
-        DataConfig(source="text", path=str(tmp_path), eval_path=str(tmp_path)), "train"
-    )
-    kinds = {type(source[i].text).__name__: len(source[i].text) for i in range(2)}
-    assert kinds == {"mmap": 5000, "bytes": 500}
-    assert sorted(texts(source)) == [b"x" * 5000, b"y" * 500]
-
-
-@pytest.mark.parametrize("share", [0.3, 0.5])
-def test_a_large_held_out_end_is_mapped(tmp_path, monkeypatch, share):
-    """From wherever it starts, and only where it is large itself."""
-    monkeypatch.setattr(readers, "_MAPPED_BYTES", 2 * mmap.ALLOCATIONGRANULARITY)
-    file = tmp_path / "book.txt"
-    text = b"".join(f"line {i}\n".encode() for i in range(mmap.ALLOCATIONGRANULARITY // 2))
-    file.write_bytes(text)
-    config = DataConfig(source="text", path=str(file), eval_fraction=share)
-    train, held_out = (open_source(config, split) for split in ("train", "eval"))
-    assert type(train[0].text) is mmap.mmap
-    end = held_out[0].text
-    start = len(text) - len(end)
-    assert start % mmap.ALLOCATIONGRANULARITY  # else nothing is shown of what stands before it
-    if share == 0.3:
-        assert len(end) < 2 * mmap.ALLOCATIONGRANULARITY and type(end) is bytes
-    else:
-        assert type(end) is memoryview and type(end.obj) is mmap.mmap
-        assert end.obj.size() == len(text) > len(end.obj)
-    assert texts(train) + texts(held_out) == [text[:start], text[start:]]
-    assert held_out.sizes.tolist() == [len(end)]
-    assert (bytes(end[7:99]), end[-1]) == (text[start + 7 : start + 99], ord("\n"))
+@pytest.mark.parametrize("limit", [200, 10_000])
+def test_long_documents_are_read_in_parts(tmp_path, monkeypatch, limit):
+    """From any place, as bytes are indexed; sent to a worker as well."""
+    monkeypatch.setattr(reader, "LONG_BYTES", limit)
+    content = b"".join(b"line %d\n" % i for i in range(100))
+    (tmp_path / "long.txt").write_bytes(content)
+    (tmp_path / "short.txt").write_bytes(b"y" * 100)
+    config = DataConfig(source="text", path=str(tmp_path), eval_path=str(tmp_path))
+    source = open_source(config, "train")
+    text = pickle.loads(pickle.dumps(source))[0].text
+    assert type(text) is (bytes if limit > len(content) else reader.FileText)
+    assert type(source[1].text) is bytes
+    for part in (slice(7, 99), slice(None), slice(-5, None), slice(90, 10), slice(800, 9000)):
+        assert text[part] == content[part]
+    assert [text[0], text[41], text[-1]] == [content[0], content[41], content[-1]]
 
 
 def test_hidden_files_are_left_alone(tmp_path):
@@ -197,7 +181,7 @@ def test_links_to_folders_are_followed_and_circles_refused(tmp_path):
     assert sorted(both(DataConfig(source="text", path=str(corpus)))) == sorted(TEXTS[:5])
     (elsewhere / "circle").symlink_to(corpus)
     with pytest.raises(
-        ValueError, match=r"circle cannot be read \(a link to a folder that it lies"
+        ValueError, match=r"circle cannot be read \(a link to a folder that contains it"
     ):
         open_source(DataConfig(source="text", path=str(corpus)), "train")
 
@@ -239,7 +223,7 @@ def test_compressed_files_are_refused(kind, end, tmp_path):
     packed = folder / "more" / f"c{suffix}{end}"
     packed.parent.mkdir()
     packed.write_bytes(b"packed")
-    said = f"{packed} is compressed; unpack it or take it away"
+    said = f"{packed} is compressed; unpack it or remove it"
     for given in (folder, packed):
         with pytest.raises(ValueError) as caught:
             open_source(DataConfig(source=kind, path=str(given)), "train")
@@ -301,7 +285,7 @@ def test_broken_lines_of_json(tmp_path):
 
 def test_parquet_columns(tmp_path, monkeypatch):
     """Strings, binaries, nulls and a column among others, with little of it kept in memory."""
-    monkeypatch.setattr(readers, "_PARQUET_CACHE_BYTES", 300)
+    monkeypatch.setattr(parquet, "CACHE_BYTES", 300)
     values = [None if i % 7 == 3 else f"text {i} é" for i in range(50)]
     nested = pyarrow.array([{"a": 1, "b": "x"}] * 50)
     for column in (
@@ -367,8 +351,8 @@ def test_nothing_to_read(kind, tmp_path):
 
 def test_lines_are_found_once_for_both_splits(tmp_path, monkeypatch):
     """And again once the files have changed, or nothing that was found is in use."""
-    find, found = readers._lines, []
-    monkeypatch.setattr(readers, "_lines", lambda file: found.append(file) or find(file))
+    find, found = jsonl.find_lines, []
+    monkeypatch.setattr(jsonl, "find_lines", lambda *file: found.append(file) or find(*file))
     config = DataConfig(source="jsonl", path=write("jsonl", tmp_path, TEXTS))
     train, held_out = open_source(config, "train"), open_source(config, "eval")
     assert len(found) == 2  # files
@@ -394,7 +378,7 @@ def test_a_file_that_vanishes_is_an_error_of_data(tmp_path):
     source = open_source(DataConfig(source="text", path=write("text", tmp_path, TEXTS)), "train")
     for file in tmp_path.rglob("*.txt"):
         os.remove(file)
-    with pytest.raises(ValueError, match=r"config\.data\.path: document .* can no longer be read"):
+    with pytest.raises(DataError, match=r"config\.data\.path: document .* can no longer be read"):
         source[0]
 
 

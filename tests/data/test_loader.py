@@ -17,13 +17,15 @@ import psutil
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from data import readers, stream
+from data import stream
 from data.batch import Batch
 from data.documents import DocumentSource
 from data.loader import Loader, make_loader
 from data.options import DataConfig
 from data.packing import Record
-from data.pipeline import batches
+from data.pipeline import Batches
+from data.readers import reader
+from errors import DataError
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,7 +80,7 @@ def test_batches_lie_on_the_mesh(config, shape, windows):
         corpus = placed._corpus
         start = np.asarray([Record().to_ints()] * 4)
         made = iter(
-            batches(
+            Batches(
                 corpus,
                 config,
                 rows=list(range(4)),
@@ -290,8 +292,8 @@ def test_another_sequence_length_goes_on_with_the_same_tokens(config):
             True,
         ),
         ({"packing": "whole"}, "config.data.packing", False),
-        ({"eval_fraction": 0.5}, "config.data.path", True),
-        ({"eval_fraction": 0.5, "packing": "whole"}, "config.data.path", True),
+        ({"eval_fraction": 0.5}, "config.data.eval_fraction", True),
+        ({"eval_fraction": 0.5, "packing": "whole"}, "config.data.eval_fraction", True),
         ({"tokenizer": "words"}, "config.data.tokenizer", False),
     ],
 )
@@ -360,7 +362,7 @@ def test_going_on_with_other_documents_starts_them(config):
         state = source.state()
     other = loader(change(config, eval_fraction=0.5, on_data_change="continue"))
     line = other.restore(state)
-    assert line.startswith("config.data.path: ") and "from their beginning" in line
+    assert line.startswith("config.data.eval_fraction: ") and "from their beginning" in line
     fresh = loader(change(config, eval_fraction=0.5))
     assert take(other, 3) == take(fresh, 3)
     assert other.state()["batches"] == 12
@@ -405,7 +407,7 @@ def test_looking_ahead_moves_nothing(config):
     assert asked.state() == other.state()
 
 
-def test_evaluation_of_a_mapped_end_is_that_of_one_read(tmp_path, monkeypatch):
+def test_evaluation_of_an_end_read_in_parts_is_that_of_one_read_whole(tmp_path, monkeypatch):
     """Batch by batch, restored as well, over cuts at lines and inside of them."""
     monkeypatch.setattr(stream, "SPAN_BYTES", 100)
     text = "".join("漢字 " * (i % 60) + "\n" for i in range(200)).encode()
@@ -413,9 +415,11 @@ def test_evaluation_of_a_mapped_end_is_that_of_one_read(tmp_path, monkeypatch):
     config = DataConfig(source="text", path=str(tmp_path), eval_fraction=0.5, sequence_length=64)
     made = []
     for mapped in (len(text), 1000):
-        monkeypatch.setattr(readers, "_MAPPED_BYTES", mapped)
+        monkeypatch.setattr(reader, "LONG_BYTES", mapped)
         with loader(config, "eval") as source:
-            assert isinstance(source.source[0].text, bytes if mapped == len(text) else memoryview)
+            assert isinstance(
+                source.source[0].text, bytes if mapped == len(text) else reader.FileText
+            )
             made.append([[plain(batch), source.state()] for batch in source])
             source.restore(made[0][20][1])
             assert take(source, 3) == [batch for batch, _ in made[0][21:24]]
@@ -492,11 +496,11 @@ def test_an_error_of_reading_reaches_the_caller(config, workers):
         before = take(source, 1)
         for file in Path(config.path).iterdir():
             file.rename(file.with_suffix(".gone"))
-        with pytest.raises(ValueError, match=r"config\.data\.path: .* can no longer be read"):
+        with pytest.raises(DataError, match=r"config\.data\.path: .* can no longer be read"):
             take(source, 100)
         if workers:
             return  # what follows is the same, and starting workers takes seconds
-        with pytest.raises(ValueError, match=r"config\.data\.path"):
+        with pytest.raises(DataError, match=r"config\.data\.path"):
             take(source, 100)
         state = source.state()
         for file in Path(config.path).iterdir():

@@ -11,8 +11,8 @@ from data import assignment, stream
 from data.assignment import DocumentAssigner, SavedAssignment
 from data.options import DataConfig
 from data.packing import Record
-from data.pipeline import HostBatch, batches, count_batches, shared_out
-from data.readers import Document
+from data.pipeline import Batches, HostBatch, count_batches, shared_out
+from data.readers.reader import Document
 from data.stream import Corpus
 from data.tokenizer import ByteTokenizer
 from tests.data.memory_source import EOS, FIRST, corpus, naive_row, naive_stream_rows, tokens_of
@@ -25,7 +25,7 @@ def make(shared: Corpus, packing="stream", *, rows, records, windows=1, bins=3) 
     """Returns the batches of some rows up to the first without a token."""
     config = DataConfig(packing=packing, packing_bins=bins)
     made = []
-    for batch in batches(
+    for batch in Batches(
         shared, config, rows=rows, records=records, windows=windows, workers=0, positions=True
     ):
         if not batch.live:
@@ -260,7 +260,7 @@ def test_empty_and_broken_documents_are_counted():
 def test_documents_without_any_text_end_the_run():
     shared = corpus([0, -1, 0], rows=2, sequence_length=8, epochs=0)
     config = DataConfig()
-    endless = batches(
+    endless = Batches(
         shared, config, rows=[0, 1], records=start(2), windows=1, workers=0
     ).__iter__()
     with pytest.raises(ValueError, match=r"config\.data\.path: no text in any document of memory"):

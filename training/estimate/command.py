@@ -1,11 +1,13 @@
 """The command behind `python train.py --config C --plan TOPOLOGY`."""
 
 import pathlib
+import sys
 
 from ml_collections import ConfigDict
 
 from training.estimate import report, suggest
 from training.estimate.topology import Topology
+from training.progress import elapsed
 
 
 def run(config: ConfigDict, topology: str, json_path: str) -> int:
@@ -16,10 +18,15 @@ def run(config: ConfigDict, topology: str, json_path: str) -> int:
     """
     chosen = Topology.parse(topology)
     suggest.check_devices(config, chosen)
-    plan, changes = suggest.plan_or_nearest(config, chosen)
+    with elapsed(f"compiling for {chosen.name}", _to_stderr):
+        plan, changes = suggest.plan_or_nearest(config, chosen)
     if changes:
         print(f"the config does not fit {chosen.name}; it does with {' '.join(changes)}:")
     print(report.as_text(plan), flush=True)
     if json_path:
         pathlib.Path(json_path).write_text(report.as_json(plan) + "\n")
     return 0
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -99,9 +99,10 @@ def abstract_step(devices: Any, config: ConfigDict, vocabulary: int) -> tuple[An
     from model.axes import MESH_AXES
     from model.checks import check_mesh
     from model.config import ModelConfig
-    from training.optimizer import OptimizerConfig, make_optimizer, make_schedule
+    from training.optimizer import make_optimizer, make_schedule
+    from training.options import OptimizerOptions, TrainOptions
     from training.state import state_shapes
-    from training.step import StepConfig, batch_shapes, make_train_step
+    from training.step import batch_shapes, make_train_step
 
     shape = tuple(config.mesh[name] for name in MESH_AXES)
     mesh = jax.sharding.Mesh(np.array(devices[: np.prod(shape)]).reshape(shape), MESH_AXES)
@@ -109,12 +110,12 @@ def abstract_step(devices: Any, config: ConfigDict, vocabulary: int) -> tuple[An
     data, train = config.data, config.train
     check_mesh(model, mesh.shape)
     steps = config.optimizer.schedule_steps or train.steps
-    options = OptimizerConfig(**{**config.optimizer, "schedule_steps": steps})
+    options = OptimizerOptions(**{**config.optimizer, "schedule_steps": steps})
     optimizer = make_optimizer(options, model, mesh)
     shapes = state_shapes(model, mesh, optimizer, data.global_batch_size, train.spike_window)
-    step_options = {field.name: train[field.name] for field in dataclasses.fields(StepConfig)}
+    step_options = {field.name: train[field.name] for field in dataclasses.fields(TrainOptions)}
     step = make_train_step(
-        StepConfig(**step_options), model, mesh, optimizer, make_schedule(options), shapes
+        TrainOptions(**step_options), model, mesh, optimizer, make_schedule(options), shapes
     )
     votes = jax.ShapeDtypeStruct(
         (mesh.size,), np.int32, sharding=jax.NamedSharding(mesh, jax.P(MESH_AXES))

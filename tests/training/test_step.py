@@ -16,15 +16,16 @@ import pytest
 from data.batch import Batch
 from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, row
 from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
+from training.options import TrainOptions
 from training.report import eval_values
 from training.state import empty_carry, flatten, state_shapes
-from training.step import StepConfig, make_eval_step, make_train_step, make_votes
+from training.step import make_eval_step, make_train_step, make_votes
 
 SGD = optax.sgd(1.0)
 ONE = dataclasses.replace(KDA, num_repeats=1)
-PLAIN = StepConfig()
-Z_LOSS = StepConfig(z_loss=0.01)
-SKIPPING = StepConfig(skip_nonfinite=True, spike_deviations=3.0)
+PLAIN = TrainOptions()
+Z_LOSS = TrainOptions(z_loss=0.01)
+SKIPPING = TrainOptions(skip_nonfinite=True, spike_deviations=3.0)
 WINDOW = 4  # losses that the spike rule looks back on
 
 
@@ -37,7 +38,7 @@ def compile_fast():
 
 
 @functools.cache
-def stepper(cfg, options: StepConfig, rows: int, **mesh_sizes):
+def stepper(cfg, options: TrainOptions, rows: int, **mesh_sizes):
     mesh = make_mesh(**mesh_sizes)
     shapes = state_shapes(cfg, mesh, SGD, rows, WINDOW)
     step = make_train_step(options, cfg, mesh, SGD, optax.constant_schedule(1.0), shapes)

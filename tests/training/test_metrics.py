@@ -2,23 +2,28 @@
 
 import json
 import math
+import pathlib
+import re
 import time
 
-import jax.numpy as jnp
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from tests.model_cases import KDA, MIXED
+from tests.training.step_numbers import numbers
 from training import goodput, metrics, report
+from training.descriptions import DESCRIPTIONS
 from training.evaluate import gzip_bits_per_byte
 from training.goodput import Goodput
 from training.metrics import Writers
 from training.profiler import Profiler
-from training.report import Meter, NonFiniteError
+from training.report import Meter, NonFiniteError, Progress
 
 
 def scalars(folder, name="learning/loss"):
-    reader = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     reader.Reload()
     return [(event.step, event.value) for event in reader.Scalars(name)]
 
@@ -44,6 +49,57 @@ def test_each_step_stands_once_after_a_kill_and_a_resume(tmp_path):
     expected = [(step, 1.0 if step <= 3 else 2.0) for step in range(1, 9)]
     assert [(line["step"], line["learning/loss"]) for line in lines(tmp_path)] == expected
     assert scalars(tmp_path) == expected
+
+
+@pytest.mark.parametrize("back", [10, 3 * 3600, 40 * 86400])
+def test_a_clock_that_is_set_back_changes_nothing(tmp_path, monkeypatch, back):
+    """The second process starts `back` seconds before the first."""
+    now = [1.8e9]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    write(tmp_path, 0, range(1, 7), 1.0)
+    now[0] -= back
+    write(tmp_path, 3, range(4, 9), 2.0)
+    now[0] -= back
+    write(tmp_path, 6, range(7, 10), 3.0)
+    expected = [(s, 1.0 if s <= 3 else 2.0 if s <= 6 else 3.0) for s in range(1, 10)]
+    assert scalars(tmp_path) == expected
+    times = [line["time"] for line in lines(tmp_path)]
+    assert times == sorted(times) and [line["step"] for line in lines(tmp_path)] == [*range(1, 10)]
+    names = sorted(tmp_path.glob("events.*"), key=lambda path: path.stat().st_mtime_ns)
+    assert names == sorted(names) and len(names) == 3
+
+
+def test_two_starts_within_a_second_are_two_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1.8e9)
+    for start in range(5):
+        write(tmp_path, start, [start + 1], float(start))
+    assert scalars(tmp_path) == [(n + 1, float(n)) for n in range(5)]
+    assert len(list(tmp_path.glob("events.*"))) == 5
+
+
+def test_tensorboard_shows_descriptions_and_hyperparameters(tmp_path):
+    run = tmp_path / "kda_small"
+    run.mkdir()
+    writers = Writers(str(run), 0, 10)
+    options = {"train.steps": 20, "optimizer.name": "muon", "model.carry": True}
+    writers.hyperparameters(0, options)
+    writers.write(1, {"learning/loss": 1.0, "layer_00/load": 1.0})
+    writers.close()
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    assert list(runs.Runs()) == ["kda_small"], "a run is shown by its name"
+    metadata = runs.SummaryMetadata("kda_small", "learning/loss")
+    assert metadata.summary_description == DESCRIPTIONS["learning/loss"]
+    content = runs.SummaryMetadata("kda_small", "_hparams_/session_start_info").plugin_data.content
+    found = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert found["train.steps"].number_value == 20 and found["model.carry"].bool_value is True
+    assert found["optimizer.name"].string_value == "muon"
+
+
+def test_readme_lists_every_logged_name():
+    text = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+    table = text[text.index("## What is logged") :].split("\n## ")[0]
+    listed = dict(re.findall(r"^\| `([a-z_]+/[a-z_]+)` \| (.*) \|$", table, re.M))
+    assert listed == DESCRIPTIONS
 
 
 def test_a_run_that_starts_anew_in_its_folder_leaves_nothing_of_the_old(tmp_path):
@@ -137,26 +193,20 @@ def test_a_broken_file_of_seconds_is_no_failure(tmp_path, content):
     assert goodput.read(str(tmp_path / "goodput.json")) == {}
 
 
-def numbers(loss=2.0, finite=True, tokens=900, attended=0.0):
-    names = ("z_loss", "bits_per_byte", "grad_norm", "learning_rate", "steps_skipped", "stop")
-    values = dict.fromkeys(names, 0.0) | {"loss": loss, "finite": finite, "tokens": tokens}
-    return {k: jnp.asarray(v) for k, v in (values | {"attended": attended}).items()}
-
-
 def test_speed_is_of_the_steps_that_were_measured(monkeypatch):
     """Three steps of 2 s, 900 of 1000 tokens real; the pause between start() calls is in none."""
     now = [0.0]
     monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
-    meter = Meter(1000, MIXED, None, skip_nonfinite=False)
+    meter = Meter(1000, MIXED, None, Progress(), skip_nonfinite=False)
     meter.start()
     for step in (1, 2):
         now[0] += 2
-        last = meter.finish(step, numbers(attended=5e4), 0.5)
+        meter.finish(step, numbers(attended=5e4), 0.5)
     now[0] += 100  # evaluation
     meter.start()
     now[0] += 2
-    last = meter.finish(3, numbers(attended=5e4), 0.2)
-    values = meter.report(last)
+    meter.finish(3, numbers(attended=5e4), 0.2)
+    values = meter.report()
     assert values["perf/step_time_seconds"] == 2.0
     assert values["perf/tokens_per_second"] == 450.0
     assert values["perf/padded_tokens_per_second"] == 500.0
@@ -169,15 +219,36 @@ def test_speed_is_of_the_steps_that_were_measured(monkeypatch):
     assert "perf/mfu" not in values and "memory/peak_bytes_per_device" not in values, "a CPU"
     assert values["memory/host_rss_bytes"] > 1e6
     now[0] += 3
-    assert meter.report(meter.finish(4, numbers(), 0.0))["perf/step_time_seconds"] == 3.0
+    meter.finish(4, numbers(), 0.0)
+    assert meter.report()["perf/step_time_seconds"] == 3.0
+
+
+def test_whatever_a_step_returns_is_reported_as_its_name_says():
+    """A mean over the interval; totals, `last` and `max` by the name's last word."""
+    progress = Progress(tokens_seen=100)
+    meter = Meter(1000, KDA, None, progress, skip_nonfinite=True)
+    seen = {"steps_skipped": (0, 1, 1), "loss": (2.0, math.nan, 5.0)}
+    for name in ("moe/share", "layer_00/load_max", "moe/load_last", "new"):
+        seen[name] = (1.0, 4.0, 2.0)
+    for step in range(3):
+        meter.finish(step, numbers(**{name: x[step] for name, x in seen.items()}), 0.0)
+    found = meter.report()
+    assert found["learning/loss"] == 3.5, "of the finite ones"
+    assert found["moe/share"] == found["learning/new"] == pytest.approx(7 / 3)
+    assert found["layer_00/load_max"] == 4.0 and found["moe/load_last"] == 2.0
+    assert found["learning/steps_skipped"] == 1
+    assert found["learning/tokens_seen"] == progress.tokens_seen == 100 + 3 * 900
+    assert not {"learning/finite", "learning/stop", "learning/attended"} & set(found)
+    meter.finish(4, numbers(loss=7.0), 0.0)
+    assert meter.report()["learning/loss"] == 7.0, "an interval starts after each report"
 
 
 def test_a_step_that_is_not_finite_is_an_error_that_names_it():
-    meter = Meter(1, KDA, None, skip_nonfinite=False)
+    meter = Meter(1, KDA, None, Progress(), skip_nonfinite=False)
     with pytest.raises(NonFiniteError, match="step 12: loss nan") as caught:
         meter.finish(12, numbers(loss=math.nan, finite=False), 0.0)
     assert caught.value.step == 12
-    skipping = Meter(1, KDA, None, skip_nonfinite=True)
+    skipping = Meter(1, KDA, None, Progress(), skip_nonfinite=True)
     assert skipping.finish(12, numbers(loss=math.nan, finite=False), 0.0)["tokens"] == 900
 
 

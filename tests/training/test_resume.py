@@ -9,6 +9,7 @@ import time
 import pytest
 
 from checkpoints.manager import Manager
+from configs import base
 from tests.tolerances import RESUMED_ON_ANOTHER_MESH
 from tests.trainer import Running, digests_of, learning, reports, steps_on_disk, train
 from training.resume import differences
@@ -232,7 +233,9 @@ def test_differences_tell_another_model_from_other_options():
     now = {"model": {"d_model": 32, "remat": "none"}, "train": {"steps": 10, "new": 1}}
     now["optimizer"] = {"name": "muon", "b1": 0.8}
     now["train"]["spike_window"] = 32
-    found = differences(saved, now)
+    meanings = {name: option.on_resume for name, _, option in base.all_options()}
+    now["log"] = {"every": 7}  # which means nothing for what is saved
+    found = differences(saved, now, meanings)
     assert found.model == ["config.model.d_model is 64 there and 32 here"]
     assert found.state == [
         "config.optimizer.name is 'adamw' there and 'muon' here",
@@ -243,4 +246,4 @@ def test_differences_tell_another_model_from_other_options():
         "config.optimizer.b1 is 0.9 there and 0.8 here",
         "config.train.new is None there and 1 here",
     ]
-    assert differences(saved, saved) == type(found)([], [], [])
+    assert differences(saved, saved, meanings) == type(found)([], [], [])

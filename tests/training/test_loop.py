@@ -6,10 +6,10 @@ import itertools
 import pytest
 
 from tests.model_cases import KDA
-from tests.test_metrics import numbers
+from tests.training.step_numbers import numbers
 from training import loop
 from training.goodput import Goodput
-from training.report import Meter
+from training.report import Meter, Progress
 
 
 class Stub:
@@ -23,7 +23,7 @@ class Stub:
         meter, writers, profiler, saver, signals = (type("", (), {})() for _ in range(5))
         meter.start = lambda: note("idle")
         meter.finish = lambda step, metrics, wait: {"stop": step == self.vote}
-        meter.report = lambda numbers: {}
+        meter.report = lambda: {}
         writers.write = lambda step, values: note(("report", step, "eval/loss" in values))
         profiler.before = lambda step, asked: None
         profiler.named = lambda step: contextlib.nullcontext()
@@ -38,14 +38,15 @@ class Stub:
             note(("step", next(counter)))
             return type("", (), {"params": None})(), {}
 
-        self.job = loop.Job(
-            plan=loop.Plan(steps, log, evals, saves),
+        self.loop = loop.TrainLoop(
+            cadence=loop.Cadence(steps, log, evals, saves),
             state=None,
             start=0,
             step=step,
             votes=(0, 1),
             batches=self._batches(),
             more=lambda: self.left > 0,
+            epoch=lambda: 0.5,
             evaluate=self._evaluate,
             saver=saver,
             meter=meter,
@@ -58,7 +59,7 @@ class Stub:
     def _evaluate(self, params, between):
         for batch in range(3):
             if batch == self.told_in_batch:
-                self.job.signals.stop = "SIGTERM"
+                self.loop.signals.stop = "SIGTERM"
             between()
             self.events.append(("evaluated", batch))
         return {"eval/loss": 0.5}
@@ -76,7 +77,7 @@ class Stub:
 @pytest.mark.parametrize("log", [1, 50])
 def test_the_last_step_is_evaluated_and_saved_with_its_score_where_the_data_ends(saves, log):
     stub = Stub(log=log, evals=50, saves=saves, batches=7)
-    assert loop.run(stub.job) == (7, "data")
+    assert stub.loop.run() == (7, "data")
     assert [event for event in stub.of("report") if event[2]] == [("report", 7, True)]
     assert next(event for event in stub.of("save") if event[1] == 7) == ("save", 7, 0.5)
     steps = [event[1] for event in stub.of("report")]
@@ -88,18 +89,18 @@ def test_the_last_step_is_evaluated_and_saved_with_its_score_where_the_data_ends
 def test_processes_stop_at_one_step_whatever_one_of_them_traces(monkeypatch, saves, trace_ends):
     monkeypatch.setattr("jax.process_count", lambda: 2)
     stub = Stub(saves=saves, trace_ends=trace_ends, vote=7)
-    assert loop.run(stub.job) == (7 if saves else 8, "signal")
+    assert stub.loop.run() == (7 if saves else 8, "signal")
 
 
 def test_a_vote_to_stop_just_before_the_end_leaves_the_last_evaluation_in_place():
     stub = Stub(steps=9, evals=50, vote=8)
-    assert loop.run(stub.job)[0] == 9
+    assert stub.loop.run()[0] == 9
     assert stub.of("report")[-1] == ("report", 9, True) and stub.of("save")[0] == ("save", 9, 0.5)
 
 
 def test_the_time_of_ending_a_trace_is_no_steps():
     stub = Stub(steps=9, trace_ends=5)
-    loop.run(stub.job)
+    stub.loop.run()
     at = stub.events.index("trace")
     assert stub.events[at - 1] != "idle" and stub.events[at + 1] == "idle"
     assert stub.of("step") == [("step", n) for n in range(1, 10)]
@@ -110,9 +111,9 @@ def test_step_times_are_all_of_training_and_of_waiting_for_data(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     stub, times = Stub(steps=20, evals=10, saves=5), []
-    job = stub.job
+    job = stub.loop
     goodput, step, evaluate, batches = job.goodput, job.step, job.evaluate, job.batches
-    job.meter = meter = Meter(256, KDA, None, skip_nonfinite=False)
+    job.meter = meter = Meter(256, KDA, None, Progress(), skip_nonfinite=False)
     finish = meter.finish
 
     def takes(seconds, result=None):
@@ -129,7 +130,7 @@ def test_step_times_are_all_of_training_and_of_waiting_for_data(monkeypatch):
     job.evaluate = evaluated
     job.saver.save = lambda *args: takes(50)
     job.writers.write = lambda step, values: times.append(values["perf/step_time_seconds"])
-    loop.run(job)
+    job.run()
     seconds = goodput.seconds()
     assert len(times) == 20 and sum(times) == 120
     assert (seconds["training"], seconds["data"]) == (100, 20)
@@ -139,7 +140,7 @@ def test_step_times_are_all_of_training_and_of_waiting_for_data(monkeypatch):
 def test_told_to_stop_in_an_evaluation_saves_first_and_goes_on_with_it():
     stub = Stub(evals=3)
     stub.told_in_batch = 1
-    assert loop.run(stub.job) == (3, "signal")
+    assert stub.loop.run() == (3, "signal")
     at = [stub.events.index(("evaluated", n)) for n in range(3)]
     first = stub.events.index(("save", 3, None))
     assert at[0] < first < at[1] and stub.of("report")[-1] == ("report", 3, True)
@@ -147,5 +148,5 @@ def test_told_to_stop_in_an_evaluation_saves_first_and_goes_on_with_it():
 
 def test_a_vote_to_stop_saves_before_a_due_evaluation():
     stub = Stub(evals=3, vote=3)
-    assert loop.run(stub.job) == (3, "signal")
+    assert stub.loop.run() == (3, "signal")
     assert stub.events.index(("save", 3, None)) < stub.events.index(("evaluated", 0))

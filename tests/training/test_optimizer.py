@@ -10,10 +10,11 @@ import pytest
 
 from model.params import param_shardings, param_specs
 from tests.model_cases import MIXED, make_mesh, make_params
-from training.optimizer import OptimizerConfig, _muon, make_optimizer, make_schedule, rule_names
+from training.optimizer import _muon, make_optimizer, make_schedule, rule_names
+from training.options import OptimizerOptions
 from training.state import flatten, state_shapes
 
-OPTIONS = OptimizerConfig(
+OPTIONS = OptimizerOptions(
     name="adamw",
     learning_rate=0.1,
     schedule="cosine",
@@ -64,7 +65,7 @@ def test_every_parameter_has_the_rule_of_its_kind(optimizer):
         assert not muon or params[name].ndim == 3, "Muon takes stacks of matrices"
 
 
-def updates(options: OptimizerConfig, gradients, params):
+def updates(options: OptimizerOptions, gradients, params):
     """The first update of each parameter, by name."""
     optimizer = make_optimizer(options, MIXED, make_mesh())
     state = optimizer.init(params)

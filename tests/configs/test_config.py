@@ -1,6 +1,5 @@
 """Options from the command line, and every mistake as one line before anything starts."""
 
-import itertools
 import os
 import pathlib
 import re
@@ -11,7 +10,8 @@ import types
 import pytest
 
 import train
-from configs import base, flags, kda_cp4, smoke
+from configs import base, check, document, flags, kda_cp4, smoke
+from errors import RunError, UserError
 
 SMOKE = "configs/smoke.py"
 
@@ -25,17 +25,18 @@ def parse(*arguments, config=SMOKE):
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "says"),
+    ("error", "code", "says"),
     [
-        ("config.mesh: needs 4", 2, "error: config.mesh: needs 4\n"),
-        ("cannot reshape array", 1, "Traceback"),
+        (UserError("config.mesh: needs 4"), 2, "error: config.mesh: needs 4\n"),
+        (RunError("disk full"), 1, "error: disk full\n"),
+        (ValueError("cannot reshape array"), 1, "Traceback"),
     ],
 )
-def test_a_mistake_is_told_from_a_failure(monkeypatch, capsys, text, code, says):
-    """Both are ValueErrors; only the first is about an option. No exception leaves main."""
+def test_the_kind_of_an_error_decides_not_its_text(monkeypatch, capsys, error, code, says):
+    """No exception leaves main."""
 
     def start(*_):
-        raise ValueError(text)
+        raise error
 
     monkeypatch.setattr(train.process, "quiet_libraries", lambda: None)
     monkeypatch.setattr(train, "Signals", lambda: None)
@@ -52,7 +53,7 @@ def test_a_mistake_is_told_from_a_failure(monkeypatch, capsys, text, code, says)
 @pytest.mark.parametrize("module", [base, kda_cp4, smoke])
 def test_each_config_is_locked_and_passes_its_own_check(module):
     config = module.get_config()
-    base.check(config)
+    check.check(config)
     with pytest.raises(AttributeError):
         config.train.stesp = 1
 
@@ -132,7 +133,14 @@ MISTAKES = [
         "config.train.tbptt_windows=2",
         'data.packing="stream"',
     ),
-    (["--steps=5"], "steps", ""),
+    (["--steps=5"], "--steps", "--config.train.steps"),
+    (["--steps", "3"], "--steps", "--config.train.steps"),
+    (["--lr=1e-3"], "--lr", "--config.optimizer.learning_rate"),
+    (["--config.optimizer.lr=1"], "config.optimizer.lr", "config.optimizer.learning_rate"),
+    (["--config.model.width=64"], "config.model.width", "config.model.d_model"),
+    (["--config.data.rows=2"], "config.data.rows", "config.data.global_batch_size"),
+    (["--config.train.accumulation=2"], "accumulation", "config.train.grad_accum_steps"),
+    (["--config.model.heads=2"], "config.model.heads", "config.model.kda_heads"),
     (["20"], "'20'", "--name=value"),
     (["--processes=2", "--process_id=0"], "--coordinator", "localhost"),
     (["--coordinator=a:1", "--processes=2", "--process_id=2"], "--process_id=2", "0 to 1"),
@@ -151,7 +159,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("arguments", "names", "advises"), MISTAKES)
 def test_a_mistake_is_one_line_that_names_it_and_says_what_works(arguments, names, advises):
     with pytest.raises(ValueError) as caught:
-        base.check(parse(*arguments))
+        check.check(parse(*arguments))
     text = str(caught.value)
     assert names in text and advises in text and "\n" not in text, text
 
@@ -187,23 +195,46 @@ def test_what_a_config_file_adds_removes_or_retypes_is_refused(tmp_path, line, m
     start = "from configs import base\ndef get_config():\n  config = base.get_config()\n"
     file.write_text(f"{start}  with config.unlocked():\n    {line}\n  return config\n")
     with pytest.raises(ValueError, match=message):
-        base.check(parse(config=str(file)))
+        check.check(parse(config=str(file)))
 
 
-def test_every_option_has_a_comment():
-    """Each line that sets an option has a comment on it, or follows one."""
-    lines = pathlib.Path(base.__file__).read_text().splitlines()
-    groups = "|".join(base.get_config())
-    setting = re.compile(rf"    ({groups}|evaluation)\.\w+ = (?!ConfigDict)")
-    bare = [
-        line
-        for before, line in itertools.pairwise(lines)
-        if setting.match(line)
-        and "#" not in line
-        and not before.strip().startswith("#")
-        and not setting.match(before)  # two options under one comment
+def test_a_config_without_its_flag_is_pointed_to():
+    with pytest.raises(UserError, match=r"try --config configs/mine\.py"):
+        flags.parse(["train.py", "configs/mine.py"])
+
+
+def test_docs_list_the_options_as_they_are_declared():
+    file = pathlib.Path(base.__file__).parents[1] / "docs" / "configuration.md"
+    assert file.read_text() == document.markdown(), "run: python -m configs.document > " + str(file)
+
+
+def test_help_shows_every_option_with_default_and_constraint(capsys):
+    with pytest.raises(SystemExit) as caught:
+        flags.parse(["train.py", "--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    for name, field, metadata in base.all_options():
+        line = next(x for x in text.splitlines() if x.startswith(f"  --config.{name}="))
+        assert str(field.default) in line and metadata.constraint() in line
+    assert all(metadata.help for _, _, metadata in base.all_options())
+
+
+def test_every_option_is_read():
+    """Somewhere beside its declaration the product says `.name`, or its text in quotes."""
+    root = pathlib.Path(base.__file__).parents[1]
+    rooms = ("configs", "data", "model", "training", "checkpoints", "kernels")
+    declarations = {"options.py", "config.py"}
+    paths = [p for room in rooms for p in (root / room).rglob("*.py") if p.name not in declarations]
+    text = "\n".join(path.read_text() for path in [*paths, root / "train.py"])
+    config = (root / "model" / "config.py").read_text()
+    properties = re.findall(r"self\.(\w+)", config)
+    unread = [
+        name
+        for name, _, _ in base.all_options()
+        if not re.search(rf"\.{name.split('.')[1]}\b|\"{name.split('.')[1]}\"", text)
+        and name.split(".")[1] not in properties
     ]
-    assert not bare
+    assert not unread
 
 
 @pytest.mark.parametrize(

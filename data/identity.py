@@ -1,0 +1,72 @@
+"""What must be equal for a saved position in the data to mean the same."""
+
+import json
+from typing import Any
+
+from data.documents import DocumentSource
+from data.options import DataConfig
+from data.tokenizer import Tokenizer
+
+# JSON's own types by the option that decides them; "split" is decided by several.
+Identity = dict[str, Any]
+
+
+def identity_of(
+    config: DataConfig, source: DocumentSource, tokenizer: Tokenizer, seed: int
+) -> Identity:
+    """Returns the identity of a loader's data.
+
+    Documents are identified by content, in their order: neither by names nor by the folder. Names
+    count in a folder of text files only where they change the order or what is held out.
+    """
+    identity: Identity = {"source": config.source, "path": source.fingerprint}
+    if config.source in ("jsonl", "parquet"):
+        identity["field"] = config.field
+    identity |= {
+        "eval_path": "documents of its own" if config.eval_path else "",
+        "eval_fraction": 0.0 if config.eval_path else float(config.eval_fraction),
+        "split": source.split_fingerprint,
+        "tokenizer": tokenizer.fingerprint,
+        "packing": config.packing,
+        "global_batch_size": config.global_batch_size,
+        "seed": seed,
+    }
+    if config.packing == "whole":
+        identity["sequence_length"] = config.sequence_length
+        identity["packing_bins"] = config.packing_bins
+    return identity
+
+
+def differences(saved: Identity, given: Identity) -> list[str]:
+    """Returns a line for each thing that a saved position and this run do not have in common."""
+    lines = []
+    for name in dict.fromkeys([*saved, *given]):
+        if saved.get(name) != given.get(name):
+            was, now = json.dumps(saved.get(name)), json.dumps(given.get(name))
+            lines.append(
+                f"{option_of(name)}: the saved data position is for {was}, this run has {now}"
+            )
+    return lines
+
+
+def other_documents(saved: Identity, given: Identity) -> bool:
+    """Tells whether two identities are of different documents."""
+    names = ("source", "path", "field", "split")
+    return any(saved.get(name) != given.get(name) for name in names)
+
+
+def why_not_continue(saved: Identity, given: Identity) -> str:
+    """Returns why no loader can continue from a saved identity that differs; "" where one can."""
+    if saved["tokenizer"] != given["tokenizer"]:
+        return "a model cannot continue with other ids"
+    if "whole" in (saved["packing"], given["packing"]) and not other_documents(saved, given):
+        return "only packing 'stream' can be assigned anew"
+    return ""
+
+
+def option_of(name: str) -> str:
+    """Returns the option that decides a part of an identity."""
+    if name == "seed":
+        return "config.train.seed"
+    # Without a difference in the options before it, file names decide what is held out.
+    return "config.data.path (its file names)" if name == "split" else f"config.data.{name}"

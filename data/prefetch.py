@@ -1,0 +1,59 @@
+"""A thread that makes items ahead of their use, and a wait for it that has a time limit."""
+
+import collections
+import threading
+from collections.abc import Callable
+
+# A thread that hangs in a read of a dead file system is left behind: it is a daemon.
+_JOIN_SECONDS = 5.0
+
+
+class Prefetcher[T]:
+    """Calls `make` in a thread until it raises, at most `ahead` items ahead."""
+
+    def __init__(self, make: Callable[[], T], ahead: int):
+        self._make = make
+        self._ahead = ahead
+        self._made: collections.deque[T | BaseException] = collections.deque()
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        item: T | BaseException
+        while not self._stopped:
+            try:
+                item = self._make()
+            except BaseException as error:  # for whoever waits for the item
+                item = error
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._made) < self._ahead or self._stopped)
+                self._made.append(item)
+                self._changed.notify_all()
+            if isinstance(item, BaseException):
+                return
+
+    def ready(self, timeout: float) -> bool:
+        """Waits for the next item or error, at most so many seconds; whether there is one."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._made), timeout)
+
+    def take(self) -> T:
+        """Returns the next item, or raises what making it raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._made))
+            item = self._made[0]
+            if isinstance(item, BaseException):
+                raise item
+            self._made.popleft()
+            self._changed.notify_all()
+            return item
+
+    def close(self) -> None:
+        """Ends the thread after the item that it is making."""
+        with self._changed:
+            self._stopped = True
+            self._made.clear()
+            self._changed.notify_all()
+        self._thread.join(_JOIN_SECONDS)

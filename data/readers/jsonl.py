@@ -1,0 +1,134 @@
+"""JSONL: one document per line of JSON, its text under a key."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from data.files import Files, refuse_wide, utf8_mark, wide_encoding
+from data.readers.reader import BROKEN, Document, hashes_of_numbers, sample_of
+from errors import UserError
+
+# Numbers are not text, so none is worth an error: float takes any number of digits, int does not.
+_JSON = json.JSONDecoder(parse_int=float)
+# Planes of private use, whose characters can stand for bytes while a line is parsed.
+_PRIVATE = range(0xF0000, 0x10FF00, 0x100)
+_HEAD_BYTES = 256
+
+
+class JsonLinesReader:
+    """One document per line of JSON. Lines are found once, when the files are opened."""
+
+    def __init__(self, paths: list[str], field: str):
+        self.files = Files(paths)
+        self._field = field
+        found = [find_lines(self.files, number) for number in range(len(paths))]
+        self._file_of = np.repeat(np.arange(len(paths)), [len(starts) for starts, _ in found])
+        self._starts = np.concatenate([starts for starts, _ in found])
+        # The length of a line is close enough to that of its text to balance streams by.
+        self.sizes = np.concatenate([lengths for _, lengths in found])
+        self._check_field()
+
+    def _check_field(self) -> None:
+        """Refuses files that have no text under the key in any line of a sample of all files."""
+        keys: set[str] = set()
+        for index in sample_of(len(self)).tolist():
+            record = self._record(index)
+            if isinstance(record, dict):
+                if isinstance(record.get(self._field), str):
+                    return
+                keys |= {key for key, value in record.items() if isinstance(value, str)}
+        if len(self):
+            known = ", ".join(repr(key) for key in sorted(keys)[:10]) or "no text at all"
+            raise UserError(
+                f"config.data.field={self._field!r}: {self.files.paths[0]} has no text under that "
+                f"key, nor has any other file; the lines have {known}; try one of these"
+            )
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def hashes(self) -> np.ndarray:
+        return hashes_of_numbers(len(self))
+
+    def _line(self, index: int) -> bytes:
+        start = int(self._starts[index])
+        return self.files.read(int(self._file_of[index]), start, start + int(self.sizes[index]))
+
+    def _record(self, index: int) -> Any:
+        """Returns the line's JSON value, None where it has none."""
+        return _parsed(self._line(index).decode("utf-8", errors="surrogateescape"))
+
+    def __getitem__(self, index: int) -> Document:
+        text = text_of(self._line(index), self._field)
+        return BROKEN if text is None else Document(text)
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return _JSON.decode(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def text_of(line: bytes, field: str) -> bytes | None:
+    """Returns the text under a key of a line of JSON as UTF-8; None where there is none.
+
+    Bytes that are not UTF-8 stay as they are. An escaped surrogate without its partner has no UTF-8
+    form and becomes the three bytes that its number would have.
+    """
+    try:
+        text = _value(line.decode("utf-8"), field)
+    except UnicodeDecodeError:
+        return _text_with_bytes(line, field)
+    return None if text is None else text.encode("utf-8", errors="surrogatepass")
+
+
+def _value(line: str, field: str) -> str | None:
+    record = _parsed(line)
+    text = record.get(field) if isinstance(record, dict) else None
+    return text if isinstance(text, str) else None
+
+
+def _text_with_bytes(line: bytes, field: str) -> bytes | None:
+    """`text_of` a line with bytes that are not UTF-8.
+
+    Python's escape for such a byte is a surrogate, which the line may spell itself. So byte b is
+    parsed as the character `base` + b, with a base for which the text has none of these characters.
+    """
+    escaped = line.decode("utf-8", errors="surrogateescape")
+    text = _value(escaped, field)
+    if text is None:
+        return None
+    used = {ord(char) & ~0xFF for char in text}
+    base = next(start for start in _PRIVATE if start not in used)
+    marked = _value(escaped.translate({0xDC00 + b: base + b for b in range(0x80, 0x100)}), field)
+    assert marked is not None  # of the same form
+    return b"".join(
+        bytes([ord(char) - base])
+        if base <= ord(char) < base + 256
+        else char.encode("utf-8", errors="surrogatepass")
+        for char in marked
+    )
+
+
+def find_lines(files: Files, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns where a file's lines start and how long they are, [n] int64 each, ends left off.
+
+    Blank lines, which editors leave behind, and a byte order mark are left out.
+    """
+    ends: list[np.ndarray] = []
+    start = 0
+    head = b""
+    with open(files.paths[number], "rb") as opened:
+        while block := opened.read(1 << 24):
+            head = head or block[:_HEAD_BYTES]
+            ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == 10) + start)
+            start += len(block)
+    if encoding := wide_encoding(head, start):
+        raise refuse_wide(files.paths[number], encoding)
+    stops = np.concatenate([*ends, [start]]).astype(np.int64)
+    starts = np.concatenate([[0], stops[:-1] + 1])
+    starts[0] = utf8_mark(head)
+    kept = stops - starts > 1  # one byte is blank, a carriage return, or not an object
+    return starts[kept], (stops - starts)[kept]

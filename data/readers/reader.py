@@ -1,0 +1,88 @@
+"""What every format's reader offers: random access to documents, their sizes and hashes.
+
+Readers are pickled to worker processes, so they hold names and indexes, and open files when a
+document is read.
+"""
+
+import hashlib
+from typing import NamedTuple, Protocol, overload
+
+import numpy as np
+
+from data.files import Files
+
+# Documents from this size on are read a part at a time: all streams of a batch may be in long ones.
+LONG_BYTES = 1 << 24
+
+
+class FileText:
+    """A part of a file as a sequence of bytes, read where it is indexed."""
+
+    def __init__(self, files: Files, number: int, start: int, stop: int):
+        self._files = files
+        self._number = number
+        self._start = start
+        self._length = stop - start
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> bytes: ...
+
+    def __getitem__(self, index: int | slice) -> int | bytes:
+        if isinstance(index, int):
+            index %= self._length
+            return self[index : index + 1][0]
+        start, stop, _ = index.indices(self._length)
+        return self._files.read(self._number, self._start + start, self._start + max(start, stop))
+
+
+Text = bytes | FileText
+
+
+class Document(NamedTuple):
+    """One document.
+
+    broken: the record could not be read as a document; its text is empty.
+    """
+
+    text: Text
+    broken: bool = False
+
+
+BROKEN = Document(b"", broken=True)
+
+
+class Reader(Protocol):
+    """Random access to the records of some files. To add a format, write one and enter it in
+    data/documents.py."""
+
+    files: Files
+    sizes: np.ndarray  # [n] int64 bytes, or estimates
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Document: ...
+    def hashes(self) -> np.ndarray: ...  # [n] float64 in [0, 1), from names or numbers
+
+
+def hash_of_name(name: str) -> float:
+    """Returns a fixed number in [0, 1) for a name."""
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "little") / 2**64
+
+
+def hashes_of_numbers(count: int) -> np.ndarray:
+    """Returns a fixed number in [0, 1) for each of 0 .. count - 1 (the SplitMix64 mixer)."""
+    x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return (x >> np.uint64(11)).astype(np.float64) / 2**53
+
+
+def sample_of(count: int) -> np.ndarray:
+    """Returns numbers of records to judge a corpus by: all of up to 2,000, else spread evenly."""
+    return np.unique(np.linspace(0, count - 1, min(count, 2000)).astype(np.int64))

@@ -1,0 +1,41 @@
+"""What each logged name means, for TensorBoard and the table in README.md.
+
+A value is the mean over the steps since the last report (config.log.every), unless its name ends in
+`seen`, `skipped` or `last` (the value at the step; totals of the run) or `max`.
+"""
+
+DESCRIPTIONS = {
+    "learning/loss": "Mean over real tokens, nats per token.",
+    "learning/bits_per_byte": "Bits per byte of the text that the tokens stand for.",
+    "learning/z_loss": "Mean of log(sum(exp(logits)))^2; with config.train.z_loss only.",
+    "learning/grad_norm": "Global norm of the gradient before clipping.",
+    "learning/learning_rate": "Learning rate of the update.",
+    "learning/steps_skipped": "Steps of the run whose update was skipped.",
+    "learning/tokens_seen": "Real tokens trained on, restarts included.",
+    "learning/epoch": "Passes over the training documents so far.",
+    "eval/loss": "Mean over all validation tokens, nats per token.",
+    "eval/bits_per_byte": "Bits per byte of the validation text.",
+    "eval/seconds": "Wall time of the evaluation without compilation.",
+    "perf/step_time_seconds": "Wall time per step; compilation, evaluation and saving excluded.",
+    "perf/tokens_per_second": "Real tokens per second, all devices and processes.",
+    "perf/tokens_per_second_per_device": "Real tokens per second and device.",
+    "perf/padded_tokens_per_second": "Tokens per second, padding included.",
+    "perf/data_wait_seconds": "Time per step that process 0 waits for a batch.",
+    "perf/tflops_per_second_per_device": "Model TFLOP/s of real tokens per device.",
+    "perf/mfu": "Share of the device's peak FLOP/s; where the peak is known only.",
+    "memory/host_rss_bytes": "Resident memory of process 0.",
+    "memory/compiled_peak_bytes": "Bytes per device that the compiled step needs.",
+    "memory/peak_bytes_per_device": "Largest use of a device so far; TPU and GPU only.",
+    "goodput/training_seconds": "Time in steps, restarts included; so are the next ones.",
+    "goodput/compilation_seconds": "Time compiling.",
+    "goodput/data_seconds": "Time waiting for data.",
+    "goodput/checkpoint_seconds": "Time in which saving blocked training.",
+    "goodput/evaluation_seconds": "Time evaluating.",
+    "goodput/restart_seconds": "Time starting, and steps lost by a restart.",
+    "goodput/productive_share": "Training time over all time.",
+}
+
+
+def describe(name: str) -> str:
+    """The description of a logged name, "" for those of layers."""
+    return DESCRIPTIONS.get(name, "")

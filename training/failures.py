@@ -1,0 +1,64 @@
+"""One line for failures of libraries and of the system whose cause is known."""
+
+import errno
+import os
+import sys
+
+from errors import RunError, TrainerError
+
+# What writing to an open file fails with, which does not know its name.
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def explain(error: Exception) -> TrainerError | None:
+    """The error as one of ours, None where its cause is not known."""
+    if isinstance(error, TrainerError):
+        return error
+    if isinstance(error, BrokenPipeError):
+        return _reader_closed()
+    if isinstance(error, OSError) and (error.filename or error.errno in DISK):
+        where = error.filename or "--workdir"
+        return RunError(
+            f"{where}: {error.strerror}; the steps saved before are untouched; "
+            "try freeing space, or another --workdir"
+        )
+    return _of_xla(error) if "jax" in sys.modules else None
+
+
+def _reader_closed() -> RunError:
+    # What is left to write goes nowhere, or the interpreter would complain once more at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return RunError(
+        "stdout: the reader closed the pipe; the steps saved before are untouched; "
+        "the same command resumes, try it with > log.txt"
+    )
+
+
+def _of_xla(error: Exception) -> RunError | None:
+    import jax
+
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        return None
+    line = _first_line(str(error))
+    if _out_of_memory(str(error)):
+        return RunError(
+            f"a device's memory is too small ({line}); try config.train.grad_accum_steps, "
+            "config.model.remat=full, a smaller config.data.global_batch_size, or a larger "
+            "config.mesh.fsdp or config.mesh.context"
+        )
+    if jax.process_count() > 1:
+        return RunError(
+            f"process {jax.process_index()}: a step failed, as it does when another process has "
+            f"died ({line}); start all processes again to resume from the last checkpoint"
+        )
+    return None
+
+
+def _out_of_memory(text: str) -> bool:
+    """Whether a failure of XLA's is about memory; it says so in one of two ways."""
+    return "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
+
+
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0][:200] if lines else ""

@@ -1,0 +1,218 @@
+"""Where the first state comes from: the newest checkpoint, --init_from, or the seed.
+
+`load_params` reads the parameters of any run alone: no data, no optimizer.
+"""
+
+import dataclasses
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from checkpoints.manager import CheckpointError, Manager
+from checkpoints.retention import Retention
+from configs import base
+from model.checks import check_mesh
+from model.config import ModelConfig
+from model.params import init_params, param_shardings
+from training import goodput, resume
+from training.build import Parts, model_config
+from training.state import TrainState, empty_carry, flatten, init_state, unflatten
+
+Log = Callable[[str], None]
+Arrays = dict[str, jax.Array]
+Metadata = dict[str, Any]  # JSON, saved with each checkpoint: see `metadata`
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedParams:
+    """Parameters of a checkpoint on a mesh, and what they are parameters of."""
+
+    params: Any
+    model: ModelConfig
+    metadata: Metadata
+    step: int
+    directory: str
+
+
+def metadata(parts: Parts) -> Metadata:
+    """What a checkpoint keeps beside the arrays; all processes call this together."""
+    return {
+        "config": parts.config.to_dict(),
+        "vocab_size": parts.model.vocab_size,
+        "data": parts.loader.state(),
+        "goodput": parts.goodput.seconds(),
+        "tokens_seen": parts.progress.tokens_seen,
+    }
+
+
+def saved_config(metadata: Metadata) -> ConfigDict:
+    """The config that a checkpoint was trained with."""
+    return ConfigDict(metadata["config"])
+
+
+def checkpoint_folder(directory: str, workdir: str) -> str:
+    """An absolute path, or one with a scheme such as gs:// as it is."""
+    folder = directory or os.path.join(workdir, "checkpoints")
+    return folder if "://" in folder else os.path.abspath(folder)
+
+
+def open_checkpoints(parts: Parts, log: Log) -> Manager:
+    """The manager of this run's checkpoints."""
+    options = parts.config.checkpoint
+    retention = Retention(options.keep_last, options.keep_every, options.keep_best)
+    return Manager(
+        checkpoint_folder(options.directory, parts.workdir),
+        retention,
+        log,
+        verify=options.verify,
+        owner=f"{socket.gethostname()}:{os.path.abspath(parts.workdir)}",
+    )
+
+
+def first_state(parts: Parts, manager: Manager, init_from: str, log: Log) -> tuple[TrainState, int]:
+    """(state, steps done)."""
+    restored = manager.restore_latest(
+        lambda metadata: _resume_target(parts, metadata, log), parts.config.checkpoint.damaged
+    )
+    if restored is not None:
+        manager.move_broken(restored.step)
+        lived = goodput.read(os.path.join(parts.workdir, "goodput.json"))
+        parts.goodput.resume(restored.facts["goodput"], lived)
+        parts.progress.tokens_seen = restored.facts["tokens_seen"]
+        log(f"resumed from step {restored.step} of {manager.directory}")
+        return unflatten(parts.shapes, _with_carry(parts, restored.arrays)), restored.step
+    state = _seeded_state(parts)
+    if init_from:
+        state = unflatten(state, flatten(state) | _other_params(parts, init_from, log))
+    return state, 0
+
+
+def load_params(
+    folder: str, mesh: Mesh, log: Log = print, *, damaged: str = "stop"
+) -> LoadedParams:
+    """The parameters of a run's newest whole checkpoint.
+
+    Args:
+        folder: workdir of a run, or the folder of its checkpoints, local or gs://bucket/path.
+        mesh: where the parameters are placed. damaged: as config.checkpoint.damaged.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it cannot be read.
+        UserError: the model does not fit the mesh.
+    """
+    models: list[ModelConfig] = []
+
+    def target(metadata: Metadata) -> dict[str, jax.ShapeDtypeStruct]:
+        model = model_config(saved_config(metadata), metadata["vocab_size"])
+        check_mesh(model, mesh.shape)
+        models.append(model)
+        return flatten({"params": _param_shapes(model, mesh)})
+
+    manager = _reader(folder, log)
+    restored = manager.restore_latest(target, damaged)
+    if restored is None:
+        raise CheckpointError(f"{folder}: there is no checkpoint in {manager.directory}")
+    params = unflatten({"params": _param_shapes(models[-1], mesh)}, restored.arrays)["params"]
+    return LoadedParams(params, models[-1], restored.facts, restored.step, str(manager.directory))
+
+
+def _param_shapes(model: ModelConfig, mesh: Mesh) -> Any:
+    shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        shapes,
+        param_shardings(model, mesh),
+    )
+
+
+def _reader(folder: str, log: Log) -> Manager:
+    """Opens the checkpoints of another run, which may still be training."""
+    inner = checkpoint_folder("", folder)
+    return Manager(inner if os.path.isdir(inner) else checkpoint_folder(folder, ""), None, log)
+
+
+def _seeded_state(parts: Parts) -> TrainState:
+    train, data = parts.config.train, parts.config.data
+    return init_state(
+        parts.model,
+        parts.mesh,
+        parts.optimizer,
+        data.global_batch_size,
+        train.spike_window,
+        train.seed,
+    )
+
+
+def _resume_target(parts: Parts, metadata: Metadata, log: Log) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays to restore. Moves the loader to the checkpoint's position.
+
+    Raises:
+        CheckpointError: of another model; or of other data, with
+            config.data.on_data_change="refuse".
+    """
+    found = _differences(metadata, parts)
+    advice = "try the config that wrote it, or another --workdir"
+    if found.model:
+        raise CheckpointError(f"the checkpoint is of another model: {found.model[0]}; {advice}")
+    if found.state:
+        folder = checkpoint_folder(parts.config.checkpoint.directory, parts.workdir)
+        raise CheckpointError(
+            f"the checkpoint's state is of another kind: {found.state[0]}; {advice}, with "
+            f"--init_from={folder} to start from its parameters"
+        )
+    if found.other:
+        log("changed since the checkpoint: " + "; ".join(found.other))
+    wanted = flatten(parts.shapes)
+    try:
+        changed = parts.loader.restore(metadata["data"])
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    if not changed:
+        return wanted
+    log(f"{changed}; the carried state starts empty")
+    return {name: array for name, array in wanted.items() if not name.startswith("carry/")}
+
+
+def _differences(metadata: Metadata, parts: Parts) -> resume.Differences:
+    meanings = {name: option.on_resume for name, _, option in base.all_options()}
+    return resume.differences(metadata["config"], parts.config.to_dict(), meanings)
+
+
+def _with_carry(parts: Parts, arrays: Arrays) -> Arrays:
+    """The arrays, with an empty carry where none was restored."""
+    if flatten(parts.shapes).keys() == arrays.keys():
+        return arrays
+    carry = empty_carry(parts.model, parts.mesh, parts.config.data.global_batch_size)()
+    return {**arrays, **flatten({"carry": carry})}
+
+
+def _other_params(parts: Parts, folder: str, log: Log) -> Arrays:
+    """The parameters of --init_from, which must be of this run's model and tokenizer."""
+
+    def target(metadata: Metadata) -> dict[str, jax.ShapeDtypeStruct]:
+        found = _differences(metadata, parts)
+        if found.model:
+            raise CheckpointError(f"another model, {found.model[0]}")
+        if metadata["data"]["data"]["tokenizer"] != parts.loader.tokenizer.fingerprint:
+            raise CheckpointError(
+                "its tokens mean something else: config.data.tokenizer was "
+                f"{metadata['config']['data']['tokenizer']!r} there"
+            )
+        return {n: a for n, a in flatten(parts.shapes).items() if n.startswith("params/")}
+
+    try:
+        manager = _reader(folder, log)
+        restored = manager.restore_latest(target, parts.config.checkpoint.damaged)
+    except CheckpointError as error:
+        raise CheckpointError(f"--init_from={folder}: {error}") from None
+    if restored is None:
+        raise CheckpointError(
+            f"--init_from={folder}: there is no checkpoint in {manager.directory}"
+        )
+    log(f"parameters from step {restored.step} of {manager.directory}")
+    return restored.arrays

@@ -1,0 +1,217 @@
+"""One run: build -> restore -> compile -> loop."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from checkpoints.manager import CheckpointError, Manager
+from training import restore
+from training.build import Parts, build, describe
+from training.evaluate import Evaluator
+from training.lock import lock
+from training.loop import Cadence, TrainLoop
+from training.metrics import Writers
+from training.options import TrainOptions
+from training.profiler import Profiler
+from training.progress import elapsed
+from training.report import Meter, NonFiniteError, compiled_peak_bytes
+from training.signals import Signals
+from training.state import TrainState, flatten
+from training.step import batch_shapes, make_train_step, make_votes
+
+
+@dataclasses.dataclass(frozen=True)
+class Saver:
+    """Saves the state with what belongs to it: data position, config, time spent."""
+
+    parts: Parts
+    manager: Manager
+
+    def save(self, step: int, state: TrainState, score: float | None) -> None:
+        self.manager.save(step, flatten(state), restore.metadata(self.parts), score)
+
+    def check(self) -> None:
+        self.manager.check()
+
+
+def run(config: ConfigDict, workdir: str, init_from: str, signals: Signals) -> None:
+    """Trains to the end of the options' steps or of the data, or until a signal."""
+    primary = jax.process_index() == 0
+
+    def log(line: str) -> None:
+        if primary:
+            print(line, flush=True)
+
+    parts = build(config, workdir)
+    with contextlib.ExitStack() as stack:
+        stack.callback(parts.loader.close)
+        if primary:  # it alone writes to the folder itself
+            stack.enter_context(lock(workdir, "--workdir"))
+            if (own := config.checkpoint.directory) and "://" not in own:
+                stack.enter_context(lock(own, "config.checkpoint.directory", needed=False))
+        log(describe(parts))
+        _restore_and_train(parts, init_from, signals, log)
+
+
+def _restore_and_train(
+    parts: Parts, init_from: str, signals: Signals, log: Callable[[str], None]
+) -> None:
+    """Resumes or begins, trains the steps that are left, and waits for the last save."""
+    manager, steps = restore.open_checkpoints(parts, log), parts.config.train.steps
+    try:
+        state, start = restore.first_state(parts, manager, init_from, log)
+        if start < steps:
+            _train(parts, manager, state, start, signals)
+        else:
+            log(
+                f"step {start} of config.train.steps={steps} is done: nothing to train; try more "
+                "steps, or another --workdir to start anew"
+            )
+        manager.close()
+    except Exception as error:
+        # An earlier step's save may be under way. Where another process has died it cannot end.
+        if isinstance(error, NonFiniteError) or jax.process_count() == 1:
+            with contextlib.suppress(CheckpointError):
+                manager.close()
+        raise
+
+
+def _train(parts: Parts, manager: Manager, state: TrainState, start: int, signals: Signals) -> None:
+    """Trains from step `start`, saves, and logs the results."""
+    steps = parts.config.train.steps
+    writers = Writers(parts.workdir, start, steps, primary=jax.process_index() == 0)
+    writers.hyperparameters(start, _flat(parts.config))
+    writers.text(start, "config", f"```\n{parts.config}\n```")
+    writers.text(start, "parameters", describe(parts))
+    evaluator = None
+    try:
+        if signals.stop and jax.process_count() == 1:  # no need to compile first
+            Saver(parts, manager).save(start, state, None)
+            step, stop_reason = start, "signal"
+        else:
+            loop = make_loop(parts, manager, state, start, signals, writers)
+            step, stop_reason = loop.run()
+            if isinstance(loop.evaluate, Evaluator):
+                evaluator = loop.evaluate
+        with parts.goodput.during("checkpoint"):
+            manager.wait()
+        parts.goodput.write()
+        _conclude(parts, step, stop_reason, signals, evaluator, writers.log)
+    finally:
+        writers.close()
+
+
+def _flat(config: ConfigDict) -> dict[str, int | float | str]:
+    """{"train.steps": 20, ...}"""
+    return {
+        f"{group}.{name}": x for group, options in config.items() for name, x in options.items()
+    }
+
+
+def make_loop(
+    parts: Parts,
+    manager: Manager | None,
+    state: TrainState,
+    start: int,
+    signals: Signals,
+    writers: Writers,
+) -> TrainLoop:
+    """Compiles the step and ties the loop's pieces together. manager: None where nothing saves."""
+    config, data = parts.config, parts.config.data
+    step, votes = _compile_step(parts, writers)
+    slots = data.global_batch_size * data.sequence_length * config.train.tbptt_windows
+    return TrainLoop(
+        cadence=Cadence(
+            config.train.steps, config.log.every, config.eval.every, config.checkpoint.every
+        ),
+        state=state,
+        start=start,
+        step=step,
+        votes=votes,
+        batches=iter(parts.loader),
+        more=parts.loader.has_more,
+        epoch=parts.loader.epoch,
+        evaluate=_make_evaluator(parts),
+        saver=Saver(parts, manager) if manager else NoSaver(),
+        meter=Meter(
+            slots,
+            parts.model,
+            compiled_peak_bytes(step),
+            parts.progress,
+            skip_nonfinite=config.train.skip_nonfinite,
+        ),
+        writers=writers,
+        goodput=parts.goodput,
+        profiler=Profiler(parts.workdir, config.profile.start, config.profile.steps, writers.log),
+        signals=signals,
+    )
+
+
+class NoSaver:
+    """For a loop without checkpoints."""
+
+    def save(self, step: int, state: TrainState, score: float | None) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+
+def _make_evaluator(parts: Parts) -> Evaluator:
+    data = parts.config.data
+    return Evaluator(
+        parts.model,
+        parts.mesh,
+        parts.validation,
+        data.global_batch_size,
+        parts.goodput,
+        reads_bytes=data.tokenizer == "bytes",
+    )
+
+
+def _compile_step(parts: Parts, writers: Writers) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+    """(the compiled step, which has no public type; the two arrays of votes)."""
+    config, data = parts.config, parts.config.data
+    options = TrainOptions(**config.train)
+    step = make_train_step(
+        options, parts.model, parts.mesh, parts.optimizer, parts.schedule, parts.shapes
+    )
+    votes = make_votes(parts.mesh)
+    batch = batch_shapes(
+        parts.mesh, config.train.tbptt_windows, data.global_batch_size, data.sequence_length
+    )
+    began = time.monotonic()
+    with parts.goodput.during("compilation"), elapsed("compiling", writers.log):
+        compiled = step.lower(parts.shapes, batch, votes[0]).compile()
+    writers.log(f"compiled in {time.monotonic() - began:.1f} s")
+    return compiled, votes
+
+
+def _conclude(
+    parts: Parts,
+    step: int,
+    stop_reason: str,
+    signals: Signals,
+    evaluator: Evaluator | None,
+    log: Callable[[str], None],
+) -> None:
+    """The lines at a run's end."""
+    folder = restore.checkpoint_folder(parts.config.checkpoint.directory, parts.workdir)
+    log(parts.loader.summary())
+    if evaluator and evaluator.last and evaluator.gzip:
+        bits, size = evaluator.gzip
+        log(
+            f"validation: {evaluator.last['eval/bits_per_byte']:.4f} bits/byte; "
+            f"gzip -9 on the same {size:,} bytes: {bits:.4f}"
+        )
+    if stop_reason == "data":
+        log(f"the data ended (config.data.epochs={parts.config.data.epochs})")
+    stopped = stop_reason == "signal"
+    reason = f"stopped by {signals.stop or 'a signal to another process'}; " if stopped else ""
+    on = "; the same command goes on from there" if stopped else ""
+    log(f"{reason}step {step} is saved in {folder}{on}")
