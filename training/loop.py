@@ -1,4 +1,4 @@
-"""The loop. It never waits for the step that it has just dispatched, only for the one before."""
+"""The training loop: it dispatches a step and waits for the one before, never for the newest."""
 
 import dataclasses
 import time

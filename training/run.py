@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 from ml_collections import ConfigDict
 
 from checkpoints.manager import CheckpointError, Manager
-from training import restore
+from training import evaluation, restore
 from training.build import Parts, build, describe
 from training.evaluate import Evaluator
 from training.lock import lock
@@ -39,6 +40,13 @@ class Saver:
         self.manager.check()
 
 
+def evaluate(config: ConfigDict, workdir: str, source: str, json_path: str) -> None:
+    """Evaluates saved parameters; see evaluation.py. json_path: "" writes none."""
+    primary = jax.process_index() == 0
+    values = evaluation.evaluate(config, workdir, source, print if primary else lambda line: None)
+    evaluation.write_json(json_path, values)
+
+
 def run(config: ConfigDict, workdir: str, init_from: str, signals: Signals) -> None:
     """Trains to the end of the options' steps or of the data, or until a signal."""
     primary = jax.process_index() == 0
@@ -52,8 +60,10 @@ def run(config: ConfigDict, workdir: str, init_from: str, signals: Signals) -> N
         stack.callback(parts.loader.close)
         if primary:  # it alone writes to the folder itself
             stack.enter_context(lock(workdir, "--workdir"))
-            if (own := config.checkpoint.directory) and "://" not in own:
-                stack.enter_context(lock(own, "config.checkpoint.directory", needed=False))
+            # Another run may save into this folder from another workdir.
+            folder = restore.checkpoint_folder(config.checkpoint.directory, workdir)
+            if "://" not in folder and os.path.realpath(folder) != os.path.realpath(workdir):
+                stack.enter_context(lock(folder, "config.checkpoint.directory", needed=False))
         log(describe(parts))
         _restore_and_train(parts, init_from, signals, log)
 

@@ -77,7 +77,7 @@ def test_goodput_goes_on(half):
     """What a restart throws away is restart time; nothing else is forgotten."""
     before = reports(half)[20]
     lived = json.loads((half / "goodput.json").read_text())
-    saved = Manager(str(half / "checkpoints")).record(10)["facts"]["goodput"]
+    saved = Manager(str(half / "checkpoints")).record(10)["metadata"]["goodput"]
     train(half, MESH)
     after = reports(half)[20]
     for kind in ("compilation", "evaluation", "restart"):
