@@ -1,4 +1,4 @@
-"""Text to token ids, with the number of UTF-8 bytes that each token stands for.
+"""Text to token ids, with the number of UTF-8 bytes that each token represents.
 
 Bytes are what makes losses comparable between tokenizers: bits per byte = nats / ln 2 / bytes. So
 `nbytes` adds up to the length of the text, whatever a tokenizer normalises away, merges or splits.
@@ -176,7 +176,7 @@ class SentencePieceTokenizer:
 
     @property
     def special_texts(self) -> list[str]:
-        """The text of its own begin and end tokens."""
+        """The text of the begin and end tokens that the model has."""
         own = (self._model.bos_id(), self._model.eos_id())
         return [self._model.id_to_piece(number) for number in own if number >= 0]
 

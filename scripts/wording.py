@@ -13,13 +13,14 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Pattern, what to write instead.
 WORDINGS = {
-    r"\b(stands?|lies) (in|on|at|after|beside|behind|with|there|for|apart|twice)\b": "is, is at",
+    r"\b(stands?|stood) (in|on|at|after|beside|behind|with|there|apart|twice)\b": "is, is at",
+    r"\blies? (on|after|beside|behind|there|apart)\b": "is, is at",
     r"\bgoes? on (from|with|in|to|at|over|until)\b": "continues",
     r"\bas (it|they) (lies?|stands?)\b": "as it is, in place",
-    r"\b(is|are|was|were) told\b": "is reported, is signalled",
+    r"\b(is|are|was|were) told\b(?! apart)": "is reported, is signalled",
     r"\bso much is\b": "this is",
-    r"\bof its own\b": "its own",
-    r"\bis no (flag|file|folder|python|option|number|checkpoint|tokenizer|json)\b": "is not a",
+    r"\ba \w+ of its own\b": "a separate",
+    r"\bis no (flag|file|folder|python|option|number|tokenizer|json)\b": "is not a",
     r"\bbehind the (next|last|first)\b": "after",
     r"\bread in all at once\b": "read at the same point by all",
     r"\bwhat came out\b": "the result",

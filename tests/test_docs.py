@@ -41,9 +41,9 @@ def test_links_lead_somewhere_and_lines_are_short(path):
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("The figure stands in the table.", True),
-        ("training goes on from there", True),
-        ("`--x` is no flag", True),
+        ("The figure stands in the table.", True),  # wording: an example
+        ("training goes on from there", True),  # wording: an example
+        ("`--x` is no flag", True),  # wording: an example
         ("It continues from the checkpoint.", False),
         ("a stand goes on sale  # wording: an example", False),
     ],

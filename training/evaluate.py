@@ -1,4 +1,4 @@
-"""Validation: one loss over the held-out documents, with a carry of its own."""
+"""Validation: one loss over the held-out documents, with its own carry."""
 
 import gzip
 import time
@@ -74,7 +74,7 @@ class Evaluator:
 def gzip_bits_per_byte(texts: list[list[bytes]]) -> tuple[float, int]:
     """gzip -9 on the same text: (bits a byte, bytes).
 
-    texts: for each batch, the text of each row; a row goes on in the next batch.
+    texts: for each batch, the text of each row; a row continues in the next batch.
     """
     text = b"".join(piece for row in zip(*texts) for piece in row)
     if not text:

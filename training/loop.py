@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import jax
 
 from data.batch import Batch
+from errors import DataError
 from model.axes import Arrays as Params
 from training.goodput import Goodput
 from training.metrics import Writers
@@ -63,6 +64,7 @@ class InFlightStep:
     data_wait: float  # seconds
     epoch: float  # passes over the training documents, with this step
     numbers: Numbers | None = None  # of the finished step, on the host
+    reported: bool = False
 
 
 @dataclasses.dataclass
@@ -90,11 +92,25 @@ class TrainLoop:
     goodput: Goodput
     profiler: Profiler
     signals: Signals
+    _newest: InFlightStep | None = None  # dispatched
 
     def run(self) -> tuple[int, StopReason]:
         """Trains to the end. Returns the last step and why it was the last. That step is saved; the
         save may still be running.
+
+        Raises:
+            DataError: no batch can be made any more. A single process has saved the last step.
         """
+        try:
+            return self._run()
+        except DataError:
+            # Several processes cannot save here: the others are waiting in the next step.
+            if self._newest and jax.process_count() == 1:
+                self._report(self._newest, {})
+                self._save(self._newest.step)
+            raise
+
+    def _run(self) -> tuple[int, StopReason]:
         step, in_flight = self.start, None
         stop_reason: StopReason | None = None
         self.goodput.switch("training")
@@ -130,7 +146,8 @@ class TrainLoop:
         vote = self.votes[self.signals.stop is not None]
         with self.profiler.named(step):
             self.state, metrics = self.step(self.state, batch, vote)
-        return InFlightStep(step, metrics, data_wait, self.epoch())
+        self._newest = InFlightStep(step, metrics, data_wait, self.epoch())
+        return self._newest
 
     def _stops_alone(self) -> bool:
         """A single process need not wait for the others' votes."""
@@ -176,14 +193,21 @@ class TrainLoop:
             values = self._evaluate(step, stops)
         score = values.get("eval/loss")
         if values or last or self.cadence.logs(step):
-            learning = self.meter.report() | {"learning/epoch": in_flight.epoch}
-            self.writers.write(step, learning | values | self.goodput.metrics())
-            self.goodput.write()
+            self._report(in_flight, values)
         if last or self.cadence.saves(step):
             self._save(step, score)
         if last or self.cadence.interrupts(step):
             self.meter.start()
         return stops
+
+    def _report(self, in_flight: InFlightStep, values: dict[str, float]) -> None:
+        """Writes what is known of a step, once."""
+        if not in_flight.reported:
+            self._wait(in_flight)
+            learning = self.meter.report() | {"learning/epoch": in_flight.epoch}
+            self.writers.write(in_flight.step, learning | values | self.goodput.metrics())
+            self.goodput.write()
+            in_flight.reported = True
 
     def _evaluate(self, step: int, stops: bool) -> dict[str, float]:
         # SIGKILL may follow SIGTERM, so save before evaluating, at the price that this step has no

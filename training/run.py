@@ -223,5 +223,5 @@ def _conclude(
         log(f"the data ended (config.data.epochs={parts.config.data.epochs})")
     stopped = stop_reason == "signal"
     reason = f"stopped by {signals.stop or 'a signal to another process'}; " if stopped else ""
-    on = "; the same command goes on from there" if stopped else ""
+    on = "; the same command resumes from there" if stopped else ""
     log(f"{reason}step {step} is saved in {folder}{on}")

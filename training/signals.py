@@ -37,7 +37,7 @@ class Signals:
 
     @property
     def stop(self) -> str | None:
-        """The signal's name once the process was told to stop, else None."""
+        """The signal's name once the process was asked to stop, else None."""
         return self._stop.name if self._stop else None
 
     def take_profile(self) -> bool:

@@ -16,7 +16,7 @@ from data.tokenizer import bytes_of_tokens, make_tokenizer, readable_text
 
 LINES = [
     "def reader(text): return text  # an old line",
-    "Straße, naïve café, 漢字 and 🎉 stand in one line",
+    "Straße, naïve café, 漢字 and 🎉 are in one line",
     "    indented\tlines, with  two  spaces and a new\nline",
 ] * 20
 # Text as it comes: any characters, and bytes that are none.
@@ -126,7 +126,7 @@ def test_bytes_stand_where_the_text_does(files):
     model = sentencepiece.SentencePieceProcessor(model_file=files["unigram"])
     ids, nbytes = make_tokenizer(files["unigram"]).encode(b"return text")
     pieces = [model.id_to_piece(int(i)) for i in ids]
-    # The mark that the first piece begins with stands for no byte of the text.
+    # The mark that the first piece begins with is no byte of the text.
     assert nbytes.tolist() == [len(piece) - (i == 0) for i, piece in enumerate(pieces)]
 
 

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from errors import DataError
 from tests.model_cases import KDA
 from tests.training.step_numbers import numbers
 from training import loop
@@ -150,3 +151,38 @@ def test_a_vote_to_stop_saves_before_a_due_evaluation():
     stub = Stub(evals=3, vote=3)
     assert stub.loop.run() == (3, "signal")
     assert stub.events.index(("save", 3, None)) < stub.events.index(("evaluated", 0))
+
+
+@pytest.mark.parametrize(("log", "saves"), [(1, 0), (50, 0), (1, 6), (50, 6)])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_data_that_fail_leave_the_last_step_reported_and_saved(monkeypatch, log, saves, processes):
+    """Once each, whether or not it was due; not where other processes are in the next step."""
+    stub = Stub(log=log, saves=saves)
+
+    def batches():
+        yield from [object()] * 6
+        raise DataError("a file has changed")
+
+    stub.loop.batches = batches()
+    monkeypatch.setattr("jax.process_count", lambda: processes)
+    with pytest.raises(DataError, match="a file has changed"):
+        stub.loop.run()
+    assert len(stub.of("step")) == 6
+    if processes == 1:
+        assert stub.of("report")[-1] == ("report", 6, False)
+        assert stub.of("save")[-1] == ("save", 6, None)
+    steps = [event[1] for event in stub.of("report")]
+    assert len(steps) == len(set(steps))
+
+
+def test_data_that_fail_at_once_leave_nothing_to_save():
+    stub = Stub()
+
+    def batches():
+        raise DataError("a file has changed")
+        yield
+
+    stub.loop.batches = batches()
+    with pytest.raises(DataError):
+        stub.loop.run()
+    assert not stub.of("save")

@@ -14,7 +14,7 @@ from tests.tolerances import RESUMED_ON_ANOTHER_MESH
 from tests.trainer import Running, digests_of, learning, reports, steps_on_disk, train
 from training.resume import differences
 
-pytestmark = pytest.mark.timeout(1200)  # each run has a limit of its own
+pytestmark = pytest.mark.timeout(1200)  # each run has its own limit
 
 # Four ranks share a row's 128 tokens; documents are longer than that, so the carry matters.
 MESH = "--config.mesh.context=4"

@@ -15,7 +15,7 @@ from tests.trainer import Running, learning, reports, steps_on_disk, train
 from training.descriptions import DESCRIPTIONS
 from training.signals import ECHO_SECONDS
 
-pytestmark = pytest.mark.timeout(1200)  # each run has a limit of its own
+pytestmark = pytest.mark.timeout(1200)  # each run has its own limit
 
 # Logged where there is a peak to compare with, a device that reports its memory, or the option.
 SELDOM = {"perf/mfu", "memory/peak_bytes_per_device", "learning/z_loss"}
@@ -119,7 +119,9 @@ def test_told_to_stop_saves_one_step_and_says_how_to_go_on(tmp_path, number):
     text = run.end(0)
     last = max(reports(tmp_path))
     assert steps_on_disk(tmp_path)[-1] == last >= 5
-    assert f"stopped by {number.name}; step {last} is saved" in text and "goes on from" in text
+    assert (
+        f"stopped by {number.name}; step {last} is saved" in text and "resumes from there" in text
+    )
 
 
 @pytest.mark.slow
