@@ -67,7 +67,7 @@ def plan_row(name: str, topology: str) -> str:
     mesh = " x ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "1"
     facts = plan.facts
     return (
-        f"| {name} | {topology} | {mesh} | {facts.parameters / 1e6:,.0f}M | "
+        f"| {name} | {topology} | {mesh} | {facts.parameters / 1e6:,.4g}M | "
         f"{plan.rows} x {plan.tokens_a_row:,} | {facts.needed / 1e9:.2f} | {fits(plan)} | "
         f"{1e3 * plan.time.total:,.4g} | {plan.model_flops_utilisation:.0%} | "
         f"{facts.lower_seconds + facts.compile_seconds:.0f} |"

@@ -7,7 +7,7 @@ from configs import check
 from tests.training.estimate.programs import BUNDLES, TEXT
 from training.estimate import hlo, program, suggest
 from training.estimate.collectives import collectives
-from training.estimate.timeline import Busy, Relay, Repeat, Start, Wait
+from training.estimate.timeline import Busy, Relay, Repeat, Start, Wait, instantaneous
 from training.estimate.topology import Topology
 
 FORWARD = Relay(1.0, 1.0, 0.0, 2, 0.0, 0.0, backward=False)
@@ -24,7 +24,7 @@ def test_one_call_is_a_layers_kernels():
 
 
 def test_instantaneous_collectives_still_synchronise():
-    changed = cp_timeline.instantaneous(EVENTS)
+    changed = instantaneous(EVENTS)
     assert changed[0] == Repeat(3, (FORWARD, Start("a"), Wait("a", 0.0)))
     assert changed[1] == EVENTS[1]
 
