@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from configs import check
 from configs import flags as command_line
-from training import devices, failures, process
+from training import agree, devices, failures, process
 from training.estimate import command
 from training.signals import Signals
 
@@ -39,7 +39,9 @@ def main(argv: list[str]) -> int:
 def start_jax(config: ConfigDict, flags: absl_flags.FlagValues) -> None:
     """Chooses devices, before JAX is imported; see training/devices.py."""
     processes = devices.Processes(flags.coordinator, flags.processes, flags.process_id)
-    devices.start_jax(math.prod(config.mesh.values()), config.train.compilation_cache, processes)
+    values = agree.values_of(config, flags.init_from)
+    needed, cache = math.prod(config.mesh.values()), config.train.compilation_cache
+    devices.start_jax(needed, cache, processes, values)
 
 
 def train(config: ConfigDict, flags: absl_flags.FlagValues, signals: Signals) -> None:

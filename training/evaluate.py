@@ -19,7 +19,7 @@ from training.step import make_eval_step
 
 
 class Evaluator:
-    """Call it with parameters. The step is compiled at the first call.
+    """Call it with parameters. The step is compiled at the first call, unless it is already.
 
     Args:
         batches: iterated anew each time, in the same order. rows: rows of a batch.
@@ -43,6 +43,11 @@ class Evaluator:
         self._step: Callable[..., Any] | None = None
         self.gzip: tuple[float, int] | None = None  # (bits a byte, bytes) of the text evaluated
         self.last: dict[str, float] = {}
+
+    def compile(self, params: Any, batch: Batch) -> None:
+        """Compiles the step; both may be of jax.ShapeDtypeStruct."""
+        with self._goodput.during("compilation"):
+            self._step = self._jitted.lower(params, self._empty_carry(), batch).compile()
 
     def __call__(self, params: Any, between: Callable[[], None]) -> dict[str, float]:
         """eval/loss (nats a token), eval/bits_per_byte, eval/seconds (compilation left out).

@@ -87,6 +87,9 @@ def first_state(parts: Parts, manager: Manager, init_from: str, log: Log) -> tup
         parts.goodput.resume(restored.metadata["goodput"], lived)
         parts.progress.tokens_seen = restored.metadata["tokens_seen"]
         log(f"resumed from step {restored.step} of {manager.directory}")
+        saved = restored.metadata["config"]
+        if jump := resume.rate_jump(saved, parts.config.to_dict(), restored.step):
+            log(jump)
         return unflatten(parts.shapes, _with_carry(parts, restored.arrays)), restored.step
     state = _seeded_state(parts)
     if init_from:
