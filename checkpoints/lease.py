@@ -1,21 +1,23 @@
-"""One run at a time in a folder of a bucket: a lease object with owner and heartbeat.
+"""One run at a time in a folder of a bucket: a lease, an object with owner and heartbeat.
 
-A bucket has no locks, but an object can be written on condition that it still is the version that
+A bucket has no locks, but an object can be written on condition that its version is the one that
 was read (`ifGenerationMatch`), so of two runs that want the lease one gets it. The owner renews it
-every minute. A lease that was not renewed for ten minutes belongs to a run that died, and is taken
-over; so is one of the same owner, which restarts after a crash and holds the local lock of its
-workdir. Clocks of different hosts may differ by some minutes.
+every minute, and before each save. A lease that was not renewed for ten minutes, by the clock of
+the storage service, belongs to a run that died, and is taken over; so is one of the same owner,
+which restarts after a crash and holds the local lock of its workdir.
 """
 
 import contextlib
 import dataclasses
+import datetime
+import email.utils
 import json
 import threading
-import time
+import uuid
 
 import fsspec
 
-from checkpoints.folder import CheckpointError
+from checkpoints.errors import CheckpointError
 
 NAME = ".lease"
 RENEW_SECONDS = 60.0
@@ -24,18 +26,20 @@ STALE_SECONDS = 600.0
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """The lease object: generation 0 where there is none."""
+    """The lease object: generation 0 where there is none; age in seconds since it was renewed."""
 
     generation: int
     owner: str = ""
-    renewed: float = 0.0
+    holder: str = ""  # of all Lease instances
+    age: float = 0.0
 
 
 class Lease:
     """Held from `__init__` until `release`, or the end of the process and ten minutes more.
 
     Args:
-        directory: gs://bucket/path. owner: who holds it: host and workdir of the run.
+        directory: gs://bucket/path.
+        owner: who holds it, for messages, and equal only for restarts of one run.
 
     Raises:
         CheckpointError: another run holds it.
@@ -44,56 +48,72 @@ class Lease:
     def __init__(self, directory: str, owner: str):
         self._directory, self._owner = directory, owner
         self._bucket, _, path = directory.removeprefix("gs://").partition("/")
-        self._name = "/".join(part for part in (path.strip("/"), NAME) if part)
+        self._name = "/".join(part for part in (*path.split("/"), NAME) if part)
         self._fs = fsspec.filesystem("gs")
-        self.lost = False
+        self._holder = uuid.uuid4().hex
+        self._lock = threading.Lock()  # of _generation and _lost
+        self._lost = False
         found = self._read()
-        fresh = time.time() - found.renewed < STALE_SECONDS
-        if found.generation and found.owner != owner and fresh:
+        if found.generation and found.owner != owner and found.age < STALE_SECONDS:
             raise self._taken(found.owner)
         self._generation = self._write(found.generation)
         if not self._generation:
-            raise self._taken("another run, which started at the same moment")
+            raise self._taken("another run, which started at the same moment,")
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="checkpoint lease", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raises CheckpointError once another run has taken the lease over."""
-        if self.lost:
+        """Renews the lease; raises CheckpointError where another run has taken it over."""
+        with contextlib.suppress(Exception):  # unreachable: what follows will fail and say so
+            self._renew()
+        if self._lost:
             raise self._taken(self._read().owner)
 
     def release(self) -> None:
         """Gives the lease back; a failure is not worth an error, the lease goes stale by itself."""
         self._ended.set()
-        self._thread.join()
-        if not self.lost:
+        self._thread.join(10)
+        if not self._lost:
             with contextlib.suppress(Exception):
-                self._fs.call("DELETE", "b/{}/o/{}", self._bucket, self._name,
-                              ifGenerationMatch=self._generation)  # fmt: skip
+                self._fs.call(
+                    "DELETE",
+                    "b/{}/o/{}",
+                    self._bucket,
+                    self._name,
+                    ifGenerationMatch=self._generation,
+                )
 
     def _keep(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
-            with contextlib.suppress(Exception):  # a network that is down: tried again
+            with contextlib.suppress(Exception):  # the network is down: tried again
+                self._renew()
+
+    def _renew(self) -> None:
+        with self._lock:
+            if not self._lost:
                 generation = self._write(self._generation)
-                self.lost = not generation
+                self._lost = not generation
                 self._generation = generation
-            if self.lost:
-                return
 
     def _read(self) -> _Found:
         try:
-            info = self._fs.call("GET", "b/{}/o/{}", self._bucket, self._name, json_out=True)
-            content = json.loads(self._fs.cat_file(f"{self._bucket}/{self._name}"))
-            return _Found(int(info["generation"]), content["owner"], float(content["renewed"]))
+            headers, content = self._fs.call("GET", "b/{}/o/{}", self._bucket, self._name)
         except FileNotFoundError:
             return _Found(0)
-        except (ValueError, KeyError, TypeError):  # not a lease: somebody else's file
-            return _Found(int(info["generation"]), "an unreadable lease", time.time())
+        info = json.loads(content)
+        now = email.utils.parsedate_to_datetime(headers["Date"])
+        age = now - datetime.datetime.fromisoformat(info["updated"])
+        try:
+            lease = json.loads(self._fs.cat_file(f"{self._bucket}/{self._name}"))
+            owner, holder = str(lease["owner"]), str(lease["holder"])
+        except (ValueError, KeyError, TypeError):
+            owner, holder = "someone with an unreadable lease", ""
+        return _Found(int(info["generation"]), owner, holder, age.total_seconds())
 
     def _write(self, generation: int) -> int:
-        """Writes the lease where it still has this generation; its new one, 0 if it has not."""
-        content = {"owner": self._owner, "renewed": time.time()}
+        """Writes the lease if it still has this generation; returns its new one, or 0."""
+        content = {"owner": self._owner, "holder": self._holder}
         try:
             written = self._fs.call(
                 "POST",
@@ -106,7 +126,9 @@ class Lease:
                 json_out=True,
             )
         except FileExistsError:  # what gcsfs makes of a condition that does not hold
-            return 0
+            # It also repeats a request whose answer was lost: this may be our own lease.
+            found = self._read()
+            return found.generation if found.holder == self._holder else 0
         return int(written["generation"])
 
     def _taken(self, owner: str) -> CheckpointError:

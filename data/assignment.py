@@ -1,7 +1,7 @@
 """Assigns documents to streams: who reads what, and in which order.
 
 The assignment depends on the seed, the epoch and the documents' sizes alone, so every host computes
-the same one and then reads only the documents of its own rows.
+the same one and then reads only the documents of its rows.
 
 1. The order of an epoch is a shuffle of all documents, seeded by the epoch. It is assigned in
    blocks of at most BLOCK documents, so that neither a new run nor a resumed one waits for more
@@ -75,7 +75,7 @@ class DocumentAssigner:
         self._sizes = np.asarray(sizes, np.int64)
         self._streams = streams
         self._seed = seed
-        self._shuffle = shuffle
+        self.shuffle = shuffle
         self._epochs = epochs
         self._previous = previous and PreviousAssignment(self._sizes, shuffle, previous)
         self._assigned: dict[int, list[np.ndarray]] = {}
@@ -115,7 +115,7 @@ class DocumentAssigner:
         count = len(self._sizes)
         epoch, part = divmod(block, self._blocks_per_epoch)
         places = slice(part * BLOCK, (part + 1) * BLOCK)
-        if not self._shuffle:
+        if not self.shuffle:
             return np.arange(count)[places]
         if epoch not in self._shuffled:
             generator = np.random.default_rng([self._seed, epoch])

@@ -406,8 +406,10 @@ class Loader:
 
     def epoch(self) -> float:
         """Passes over the documents up to the last batch, as this process's rows have met them."""
-        share = len(self._records[self._rows]) / len(self._records)
-        return self.counts()["documents"] / share / max(len(self.source.sizes), 1)
+        counts = sum_counts(self._records[self._rows])
+        share = len(self._rows) / len(self._records)
+        met = counts["documents"] + counts["empty"] + counts["broken"]
+        return met / share / max(len(self.source), 1)
 
     def summary(self) -> str:
         """Returns the counts in one line. On several processes all must call it together."""

@@ -15,8 +15,11 @@ from data.assignment import DocumentAssigner, Position
 from data.documents import DocumentSource
 from data.readers.reader import Text
 from data.tokenizer import Tokenizer
+from errors import DataError, UserError
 
 SPAN_BYTES = 1 << 20
+# Documents of a stream whose share with text is compared with that of all before them.
+WINDOW = 500
 
 # Columns of the tables that tokens travel in.
 TOKEN, TARGET, TARGET_BYTES, WEIGHT = range(4)
@@ -31,6 +34,11 @@ class Counts(NamedTuple):
     invalid_utf8: int = 0  # read, with bytes that are no UTF-8
     one_byte: int = 0  # read, a single byte long
     longer_than_row: int = 0  # read, with more tokens than a row holds
+
+    @property
+    def looked_at(self) -> int:
+        """Documents with text or without."""
+        return self.documents + self.empty + self.broken
 
 
 class Piece(NamedTuple):
@@ -60,6 +68,7 @@ class StreamReader:
         self._counts = dict(zip(Counts._fields, counts))
         self._document: _OpenDocument | None = None
         self._skipped = 0  # documents without text since the last one with
+        self._window = counts  # when the present window of documents began
 
     @property
     def position(self) -> Position:
@@ -117,22 +126,37 @@ class StreamReader:
                 self._position = begun._replace(block=position.block, ordinal=position.ordinal)
             document = self._open(index, self._position)
             if document is not None:
-                self._skipped = 0
                 if not begun:
                     self._counts["documents"] += 1
                     self._counts["one_byte"] += len(document.text) == 1
+                self._check_text(found=True)
                 return document
             self._position = Position(position.block, position.ordinal + 1)
-            self._give_up_without_text()
+            self._check_text(found=False)
 
-    def _give_up_without_text(self) -> None:
-        """Raises ValueError after so many documents without text that there can be none."""
-        self._skipped += 1
+    def _check_text(self, found: bool) -> None:
+        """Counts a document looked at, and stops where there is no text any more."""
+        self._skipped = 0 if found else self._skipped + 1
+        counts = self.counts
         if self._skipped > 100 * len(self._corpus.source):
-            raise ValueError(
+            raise UserError(
                 f"config.data.path: no text in any document of {self._corpus.source.described}; "
-                f"{self._counts['empty']:,} were empty and {self._counts['broken']:,} broken"
+                f"{counts.empty:,} were empty and {counts.broken:,} broken"
             )
+        # In the documents' own order a run of empty ones says nothing about the rest.
+        looked_at, before = counts.looked_at, self._window.looked_at
+        if not self._corpus.assigner.shuffle or looked_at - before < WINDOW:
+            return
+        found_now = counts.documents - self._window.documents
+        usual = self._window.documents / max(before, 1)
+        if before >= WINDOW and usual > 0.1 and found_now <= 0.01 * WINDOW:
+            raise DataError(
+                f"config.data.path: of the last {WINDOW} documents of "
+                f"{self._corpus.source.described} "
+                f"{found_now} had text, of those before {usual:.0%}; the files or the disk have "
+                "changed; restore them and start the same command again"
+            )
+        self._window = counts
 
     def _open(self, index: int, position: Position) -> "_OpenDocument | None":
         """Opens a document at a position in it; None, counted, where it has no tokens."""

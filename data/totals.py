@@ -34,7 +34,7 @@ def summary(split: str, counts: dict[str, int]) -> str:
 
 def broken_warning(split: str, counts: dict[str, int], described: str) -> str:
     """Returns a line where more than 1 % of the documents so far are broken, else ""."""
-    looked_at = counts["documents"] + counts["empty"] + counts["broken"]
+    looked_at = Counts(**{name: counts[name] for name in Counts._fields}).looked_at
     if counts["broken"] <= _BROKEN_SHARE * max(looked_at, _BROKEN_OF):
         return ""
     return (

@@ -9,6 +9,7 @@ https://cloud.google.com/storage/docs/json_api/v1
 
 import base64
 import dataclasses
+import datetime
 import email
 import hashlib
 import http.server
@@ -17,10 +18,10 @@ import json
 import re
 import sys
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable
 
-STAMP = "2026-01-01T00:00:00.000000Z"
 PAGE = 10  # names in one answer to a listing; the real one's 1000 would never be reached
 
 
@@ -69,11 +70,15 @@ class FakeGcs:
     """The server, from `with` on.
 
     buckets: bucket -> object's name -> (content, generation).
+    updated: (bucket, object's name) -> when it was written, in seconds of `clock`.
+    clock: this server's; its answers are dated by it.
     fault: asked before each request; an HTTP status refuses it. It may block.
     """
 
     def __init__(self) -> None:
         self.buckets: dict[str, dict[str, tuple[bytes, int]]] = {}
+        self.updated: dict[tuple[str, str], float] = {}
+        self.clock: Callable[[], float] = time.time
         self.fault: Callable[[Request], int | None] = lambda request: None
         self.unknown: list[str] = []
         self.lock = threading.RLock()
@@ -118,9 +123,12 @@ class FakeGcs:
     def put(self, bucket: str, name: str, content: bytes) -> None:
         with self.lock:
             self.buckets[bucket][name] = (bytes(content), next(self._generations))
+            self.updated[bucket, name] = self.clock()
 
     def resource(self, bucket: str, name: str) -> dict:
         content, generation = self.buckets[bucket][name]
+        seconds = self.updated.get((bucket, name), 0.0)
+        updated = f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
         return {
             "kind": "storage#object",
             "id": f"{bucket}/{name}/{generation}",
@@ -130,21 +138,20 @@ class FakeGcs:
             "generation": str(generation),
             "metageneration": "1",
             "md5Hash": base64.b64encode(hashlib.md5(content).digest()).decode(),
-            "timeCreated": STAMP,
-            "updated": STAMP,
+            "timeCreated": updated,
+            "updated": updated,
         }
 
     def listed(self, bucket: str, query: dict[str, str]) -> dict:
         """A page of names in order; with a delimiter, names below one stand as one prefix."""
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         page = min(PAGE, int(query.get("maxResults", PAGE)))
-        entries: dict[str, str] = {}  # what stands in the page -> the last name that it covers
+        entries: dict[str, str] = {}  # what is in the page -> the last name that it covers
         for name in self.names(bucket, prefix):
             rest = name[len(prefix) :]
             cut = rest.find(delimiter) + len(delimiter) if delimiter and delimiter in rest else None
-            if query.get("startOffset", "") <= name and not (
-                name >= query.get("endOffset", "\xff")
-            ):
+            end = query.get("endOffset")
+            if query.get("startOffset", "") <= name and (end is None or name < end):
                 entries[prefix + rest[:cut]] = name
         left = [e for e, last in entries.items() if last > query.get("pageToken", "")]
         answer: dict = {"kind": "storage#objects"}
@@ -181,6 +188,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     @property
     def gcs(self) -> FakeGcs:
         return self.server.gcs  # type: ignore[attr-defined]
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string(self.gcs.clock() if timestamp is None else timestamp)
 
     def log_message(self, *_) -> None:
         pass

@@ -1,7 +1,9 @@
-"""One run a folder: a second one would tidy away what the first is saving."""
+"""One run a folder: a second one would remove what the first is saving."""
 
 import fcntl
 import os
+import socket
+import uuid
 from typing import IO
 
 from errors import RunError
@@ -40,6 +42,18 @@ def lock(folder: str, option: str, *, needed: bool = True) -> IO[str]:
             "config.checkpoint.directory",
         ) from None
     return file
+
+
+def owner(workdir: str) -> str:
+    """Names the run of a workdir, for the lease of a bucket: host, path, and an id that is kept in
+    the workdir, since containers may share host names and paths."""
+    with open(os.path.join(workdir, ".run_id"), "a+", encoding="ascii") as file:
+        file.seek(0)
+        number = file.read().strip()
+        if not number:
+            number = uuid.uuid4().hex[:12]
+            file.write(number)
+    return f"{socket.gethostname()}:{os.path.abspath(workdir)} (run {number})"
 
 
 def _failure(place: str, text: str) -> LockError:

@@ -216,10 +216,10 @@ class CheckpointOptions:
         on_resume="silent",
     )
     verify: str = option(
-        "manifest",
-        "How a save is read back before it counts and older ones are removed. manifest: its record "
-        "and every array's metadata, a few requests an array. digests: every byte as well.",
-        choices=("manifest", "digests"),
+        "sizes",
+        "How a save is read back before it counts and older ones are removed. sizes: its record, "
+        "the index of its arrays and the sizes of its files. digests: every byte as well.",
+        choices=("sizes", "digests"),
         on_resume="silent",
     )
 

@@ -6,11 +6,12 @@ What holds in both alike: test_manager.py.
 import contextlib
 import signal
 import threading
+import time
 
 import pytest
 from orbax.checkpoint._src.futures.future import _SignalingThread
 
-from checkpoints.lease import Lease
+from checkpoints.lease import STALE_SECONDS, Lease
 from checkpoints.manager import CheckpointError, Manager
 from checkpoints.retention import Retention
 from tests.checkpoints.test_manager import KEEP, arrays, same, want
@@ -37,7 +38,7 @@ def saved(place, lines, *steps: int) -> Manager:
 
 
 def wait_for_writers(manager):
-    """A save that failed in one thread goes on in others; a run that ends takes them along."""
+    """A save that failed in one thread continues in others; a run that ends takes them along."""
     for thread in threading.enumerate():
         if isinstance(thread, _SignalingThread):
             threading.Thread.join(thread, 60)  # its own would raise what it failed with
@@ -205,7 +206,7 @@ def test_a_run_that_is_stopped_refused_and_sent_away_loses_nothing(gcs, place, t
     run.until("stopping after the step")
     gcs.fault = lambda request: None
     hold.go_on.set()
-    assert f"is saved in {place}; the same command goes on from there" in run.end(0)
+    assert f"is saved in {place}; the same command resumes from there" in run.end(0)
     before = marked(gcs, place)
     gcs.fault = refuse("POST", "^run/15/state/")
     done = train(tmp_path / "bucket", *arguments, code=1)
@@ -257,28 +258,60 @@ def test_a_second_run_in_the_same_place_is_refused_and_harms_nothing(place, line
     second.close()
 
 
-def test_a_run_that_died_is_followed_by_itself_at_once_and_by_others_later(place, monkeypatch):
-    dead = Lease(place, "host:/a")
-    dead._ended.set()  # its heart stops; nothing is released
-    Lease(place, "host:/a")._ended.set()
+def stop_renewing(lease):
+    lease._ended.set()
+    lease._thread.join(30)
+
+
+def age(gcs, place, seconds):
+    gcs.updated[place.split("/")[2], "run/.lease"] -= seconds
+
+
+def test_a_run_that_died_is_followed_by_itself_at_once_and_by_others_later(gcs, place):
+    stop_renewing(Lease(place, "host:/a"))
+    stop_renewing(Lease(place, "host:/a"))
+    age(gcs, place, STALE_SECONDS - 60)
     with pytest.raises(CheckpointError, match="host:/a is saving there"):
         Lease(place, "host:/b")
-    monkeypatch.setattr("checkpoints.lease.STALE_SECONDS", 0.0)
+    age(gcs, place, 120)
+    Lease(place, "host:/b").release()
+    Lease(place, "host:/c").release()
+
+
+@pytest.mark.parametrize("seconds", [-86_400, 86_400])
+def test_clocks_of_hosts_do_not_decide_whose_lease_it_is(gcs, place, monkeypatch, seconds):
+    """The hosts' clocks are a day off the storage service's."""
+    monkeypatch.setattr(gcs, "clock", lambda: time.time() + seconds)
+    first = Lease(place, "host:/a")
+    with pytest.raises(CheckpointError, match="host:/a is saving there"):
+        Lease(place, "host:/b")
+    stop_renewing(first)
+    age(gcs, place, STALE_SECONDS + 60)
     Lease(place, "host:/b").release()
 
 
-def test_a_run_whose_lease_was_taken_over_saves_no_more(place, lines, monkeypatch):
-    monkeypatch.setattr("checkpoints.lease.RENEW_SECONDS", 0.05)
+def test_a_run_whose_lease_was_taken_over_saves_no_more(gcs, place, lines):
+    """It was suspended for longer than the lease lasts, and has not renewed it since."""
     first = Manager(place, KEEP, lines.append, owner="host:/a")
     first.save(1, arrays(seed=1), {})
     first.wait()
-    monkeypatch.setattr("checkpoints.lease.STALE_SECONDS", 0.0)
+    age(gcs, place, STALE_SECONDS + 60)
     second = Manager(place, KEEP, lines.append, owner="host:/b")
-    first._lease._thread.join(30)
     with pytest.raises(CheckpointError, match="host:/b is saving there"):
         first.save(2, arrays(seed=2), {})
-    second.close()
     first.close()
+    second.save(2, arrays(seed=2), {})
+    second.close()
+    assert Manager(place).steps() == [1, 2]
+
+
+def test_a_renewal_whose_answer_was_lost_is_still_ours(gcs, place):
+    lease = Lease(place, "host:/a")
+    bucket = place.split("/")[2]
+    gcs.put(bucket, "run/.lease", gcs.content(bucket, "run/.lease"))  # a new generation
+    lease.check()
+    lease.release()
+    assert not gcs.names(bucket, "run/.lease")
 
 
 def test_of_two_that_start_at_one_moment_one_gets_the_lease(place, monkeypatch):
@@ -287,7 +320,8 @@ def test_of_two_that_start_at_one_moment_one_gets_the_lease(place, monkeypatch):
 
     def together(self):
         found = read(self)
-        both.wait(30)
+        if found.generation == 0:
+            both.wait(30)
         return found
 
     monkeypatch.setattr(Lease, "_read", together)

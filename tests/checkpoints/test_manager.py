@@ -10,12 +10,16 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from checkpoints import index
 from checkpoints.digest import digests
-from checkpoints.manager import CheckpointError, DamagedError, Manager
+from checkpoints.errors import CheckpointError, DamagedError
+from checkpoints.manager import Manager
 from checkpoints.retention import Retention
 
 KEEP = Retention(last=10)
@@ -97,7 +101,7 @@ def same(found: dict, expected: dict) -> bool:
 def test_arrays_come_back_on_any_number_of_devices(open_manager, devices):
     saved(open_manager, 3)
     restored = open_manager().restore_latest(want(arrays(), devices), "stop")
-    assert restored.step == 3 and restored.facts == {"position": 3}
+    assert restored.step == 3 and restored.metadata == {"position": 3}
     assert same(restored.arrays, arrays(seed=3))
     assert len(restored.arrays["params/w"].sharding.device_set) == devices
 
@@ -335,40 +339,86 @@ def test_a_step_whose_record_cannot_be_read_is_not_removed(open_manager, folder)
     assert manager.steps() == [1, 3]
 
 
-@pytest.mark.parametrize("verify", ["manifest", "digests"])
-def test_older_steps_stay_where_a_new_one_cannot_be_read_back(folder, verify, monkeypatch):
-    """Arrays that the index does not hold, or (digests alone see it) that are of another step."""
+def lose_index(state: epath.Path, other: epath.Path) -> None:
+    (state / "manifest.ocdbt").unlink()
+
+
+def lose_data(state: epath.Path, other: epath.Path) -> None:
+    files(state)[0].unlink()
+
+
+def cut_data(state: epath.Path, other: epath.Path) -> None:
+    truncate(files(state)[0], 0.9)
+
+
+def take_other_arrays(state: epath.Path, other: epath.Path) -> None:
+    state.rmtree()
+    for path in tree(other):
+        copy = state / path.relative_to(other)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        path.copy(copy)
+
+
+@pytest.mark.parametrize(
+    ("verify", "harm"),
+    [
+        ("sizes", lose_index),
+        ("sizes", lose_data),
+        ("sizes", cut_data),
+        ("digests", take_other_arrays),
+    ],
+)
+def test_older_steps_stay_where_a_new_one_cannot_be_read_back(folder, verify, harm):
     manager = Manager(str(folder), Retention(last=1), print, verify=verify)
     manager.save(1, arrays(seed=1), {})
-    manager.wait()
-    original = Manager._read_back
-
-    def harmed(self, step):
-        state = folder / str(step) / "state"
-        if verify == "manifest":
-            (state / "manifest.ocdbt").unlink()
-        else:
-            state.rmtree()
-            for path in tree(folder / "1" / "state"):
-                copy = folder / str(step) / path.relative_to(folder / "1")
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                path.copy(copy)
-        original(self, step)
-
-    monkeypatch.setattr(Manager, "_read_back", harmed)
     manager.save(2, arrays(seed=2), {})
+    manager._store.wait()  # written, and not read back yet
+    harm(folder / "2" / "state", folder / "1" / "state")
     with pytest.raises(CheckpointError, match=r"/2: .*cannot be read back; older steps were kept"):
         manager.wait()
     assert manager.steps() == [1, 2]
+    assert same(manager.restore(1, want(arrays())).arrays, arrays(seed=1))
 
 
-@pytest.mark.parametrize("name", ["a[1]b", "all*", "what?", "[", "run\udcff", "x/[y]/z"])
+def test_an_index_of_many_nodes_is_walked(tmp_path):
+    store = ts.KvStore.open(
+        {
+            "driver": "ocdbt",
+            "base": {"driver": "file", "path": f"{tmp_path}/"},
+            "config": {"max_decoded_node_bytes": 200},
+        }
+    ).result()
+    for number in range(40):
+        store.write(f"key{number}", bytes(2000 + number)).result()
+    found = list(index.extents(epath.Path(tmp_path)))
+    assert sorted(extent.length for extent in found) == [2000 + number for number in range(40)]
+    index.check_files(epath.Path(tmp_path))
+
+
+@pytest.mark.parametrize("folder", ["local"], indirect=True)
+def test_a_folder_that_cannot_be_saved_to_is_refused_before_step_1(folder, lines, monkeypatch):
+    """What is read is not what was written, as where a library misreads a name."""
+    monkeypatch.setattr(ocp.CheckpointManager, "item_metadata", lambda self, step: {"state": {}})
+    with pytest.raises(CheckpointError, match=r"/ck: cannot save there"):
+        Manager(str(folder), KEEP, lines.append)
+    monkeypatch.undo()
+    manager = Manager(str(folder), KEEP, lines.append)
+    assert manager.restore_latest(want(arrays()), "stop") is None and not lines
+    assert {path.name for path in folder.iterdir()} <= {".folder"}
+
+
+@pytest.mark.parametrize(
+    "name", ["a[1]b", "all*", "what?", "[", "run\udcff", "x/[y]/z", "a\\b", "gs:"]
+)
 def test_names_that_could_not_be_restored_are_refused_before_anything_is_saved(tmp_path, name):
-    with pytest.raises(CheckpointError, match=r"as a pattern|not valid UTF-8"):
+    with pytest.raises(CheckpointError, match=r"misread|not valid UTF-8|cannot save"):
         Manager(str(tmp_path / name), KEEP, print)
 
 
-@pytest.mark.parametrize("name", ["with blank", "é漢", "a{1}b", "~", "a%20b", "!x", "q'\"", "a#b"])
+@pytest.mark.parametrize(
+    "name",
+    ["with blank", "é漢😀", "a{1}b", "~", "a%20b", "!x", "q'\"", "a#b", "x/", "5", "n\nl"],
+)
 def test_other_names_are_saved_and_restored(tmp_path, name):
     manager = Manager(str(tmp_path / name), KEEP, print)
     manager.save(3, arrays(seed=3), {})

@@ -1,0 +1,73 @@
+"""Kinds of failures of checkpoints, each with a message of one line."""
+
+import re
+from types import TracebackType
+
+from errors import RunError
+
+# How TensorStore's errors begin where the connection fails, rather than the data.
+_UNREACHABLE = re.compile(
+    "PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED"
+)
+_NETWORK = ("aiohttp", "gcsfs", "google", "requests")
+
+
+class CheckpointError(RunError):
+    """A checkpoint cannot be saved or used; the message is one line that says what to try."""
+
+
+class IncompleteError(CheckpointError):
+    """A step was not written completely; an older one may be usable."""
+
+
+class DamagedError(CheckpointError):
+    """A step was written completely, and its content has changed since."""
+
+
+class one_line:
+    """Context manager: converts any exception to a CheckpointError of one line."""
+
+    def __init__(self, what: str, advice: str):
+        self._what, self._advice = what, advice
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, CheckpointError):
+            raise CheckpointError(f"{self._what} ({reason(error)}); {self._advice}") from error
+
+
+def check_reached(place: str, error: Exception) -> None:
+    """Raises CheckpointError where the storage could not be reached.
+
+    A step that cannot be reached may be whole, so it is not skipped as a broken one is.
+    """
+    if isinstance(error, OSError):
+        unreachable = not isinstance(error, (FileNotFoundError, NotADirectoryError))
+    else:
+        unreachable = type(error).__module__.partition(".")[0] in _NETWORK
+    if unreachable or _UNREACHABLE.search(str(error)):
+        raise CheckpointError(
+            f"{place}: cannot be read ({reason(error)}); nothing was changed; "
+            "try again, or another --workdir to start anew"
+        ) from None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text that is not empty, at most 200 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:200]
+
+
+def reason(error: Exception) -> str:
+    """The cause, without the path or address, which our own line names already."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    address, _, text = str(error).partition("\n")
+    return first_line(OSError(text) if address.startswith("Forbidden: ") and text else error)

@@ -1,0 +1,91 @@
+"""The index of a step's arrays (OCDBT): which bytes of which files it refers to.
+
+Orbax gathers what every process wrote into one B-tree, whose nodes carry checksums. Reading the
+nodes is cheap; it shows whether the data files exist and are long enough, which opening the arrays
+does not.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+from collections.abc import Iterator
+
+import tensorstore as ts
+from etils import epath
+
+from checkpoints.errors import DamagedError, IncompleteError
+
+_STAT_THREADS = 16  # each waits for the network most of the time, where the folder is in a bucket
+
+
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """Bytes of a file, whose path is relative to the index."""
+
+    path: str
+    begin: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.length
+
+
+def check_files(folder: epath.Path) -> None:
+    """Checks that every file that the index in `folder` refers to is as long as it must be.
+
+    Cost: the nodes of the index are read, and the size of each file is asked for.
+
+    Raises:
+        IncompleteError: the index is empty, or a file is missing. DamagedError: one is too short.
+    """
+    needed: dict[str, int] = collections.defaultdict(int)
+    for extent in extents(folder):
+        needed[extent.path] = max(needed[extent.path], extent.end)
+    with concurrent.futures.ThreadPoolExecutor(_STAT_THREADS) as pool:
+        sizes = pool.map(lambda path: _size(folder / path), needed)
+    for (path, least), size in zip(needed.items(), sizes):
+        if size is None:
+            raise IncompleteError(f"{folder.parent}: incomplete, {path} is missing")
+        if size < least:
+            raise DamagedError(
+                f"{folder.parent}: damaged, {path} has {size} bytes where its index needs {least}"
+            )
+
+
+def extents(folder: epath.Path) -> Iterator[Extent]:
+    """Where the values of the newest version of the index are stored."""
+    store = ts.KvStore.open(_base(folder)).result()
+    versions = ts.ocdbt.dump(store).result()["versions"]
+    if not versions:
+        raise IncompleteError(f"{folder}: incomplete, its index is empty")
+    nodes = [versions[-1]["root"]["location"]]
+    while nodes:
+        for entry in ts.ocdbt.dump(store, nodes.pop()).result()["entries"]:
+            if "location" in entry:
+                nodes.append(entry["location"])
+            elif "indirect_value" in entry:
+                yield _extent(entry["indirect_value"])
+
+
+def _extent(reference: str) -> Extent:
+    """Parses kind:base:path:begin:length."""
+    _, base, path, begin, length = reference.split(":")
+    return Extent(base + path, int(begin), int(length))
+
+
+def _base(folder: epath.Path) -> dict[str, str]:
+    """TensorStore's specification of the folder; as a URL, "%" and "#" would have a meaning."""
+    scheme, _, rest = str(folder).rpartition("://")
+    if not scheme:
+        return {"driver": "file", "path": f"{folder}/"}
+    bucket, _, path = rest.partition("/")
+    return {"driver": "gcs", "bucket": bucket, "path": f"{path}/"}
+
+
+def _size(path: epath.Path) -> int | None:
+    """Bytes; None where there is no such file."""
+    try:
+        return path.stat().length
+    except FileNotFoundError:
+        return None
