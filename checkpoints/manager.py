@@ -10,10 +10,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from checkpoints import folder
 from checkpoints.errors import (
@@ -328,8 +329,9 @@ def _groups(shapes: Shapes) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
 
 
 def _save_and_read(place: epath.Path) -> None:
-    values = {"trial": jnp.arange(8)}
-    shapes = {"trial": jax.ShapeDtypeStruct((8,), jnp.int32, sharding=values["trial"].sharding)}
+    everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("all",)), PartitionSpec())
+    values = {"trial": jax.make_array_from_callback((8,), everywhere, np.arange(8).__getitem__)}
+    shapes = {"trial": jax.ShapeDtypeStruct((8,), values["trial"].dtype, sharding=everywhere)}
     store = Store.open(place, read_only=False)
     try:
         store.save(0, values, {}, None)
