@@ -37,6 +37,7 @@ lint: setup-dev
 	$(PYTHON_ENV) -m ruff format --check .
 	$(PYTHON_ENV) -m ruff check .
 	$(PYTHON_ENV) -m mypy
+	$(PYTHON_ENV) scripts/wording.py
 
 format: setup-dev
 	$(PYTHON_ENV) -m ruff format .

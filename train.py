@@ -14,8 +14,7 @@ from ml_collections import ConfigDict
 
 from configs import check
 from configs import flags as command_line
-from errors import UserError
-from training import devices, failures, process
+from training import agree, devices, failures, process
 from training.estimate import command
 from training.signals import Signals
 
@@ -40,7 +39,9 @@ def main(argv: list[str]) -> int:
 def start_jax(config: ConfigDict, flags: absl_flags.FlagValues) -> None:
     """Chooses devices, before JAX is imported; see training/devices.py."""
     processes = devices.Processes(flags.coordinator, flags.processes, flags.process_id)
-    devices.start_jax(math.prod(config.mesh.values()), config.train.compilation_cache, processes)
+    values = agree.values_of(config, flags.init_from)
+    needed, cache = math.prod(config.mesh.values()), config.train.compilation_cache
+    devices.start_jax(needed, cache, processes, values)
 
 
 def train(config: ConfigDict, flags: absl_flags.FlagValues, signals: Signals) -> None:
@@ -48,18 +49,19 @@ def train(config: ConfigDict, flags: absl_flags.FlagValues, signals: Signals) ->
     from training import run  # imports JAX, whose devices are chosen now
 
     name = command_line.config_name(command_line.config_file(flags))
-    run.run(config, flags.workdir or os.path.join("runs", name), flags.init_from, signals)
+    workdir = flags.workdir or os.path.join("runs", name)
+    if flags.eval_only:
+        run.evaluate(config, workdir, flags.init_from, flags.eval_json)
+    else:
+        run.run(config, workdir, flags.init_from, signals)
 
 
 def fail(error: Exception) -> int:
     """One line on stderr where the cause is known, else the traceback; returns the exit code."""
     known = failures.explain(error)
     if known is None:
-        # data/ still raises ValueError for mistakes in options.
-        if not isinstance(error, ValueError) or not str(error).startswith(("config.", "--")):
-            traceback.print_exception(error)
-            return 1
-        known = UserError(str(error))
+        traceback.print_exception(error)
+        return 1
     print("error: " + " ".join(str(known).split()), file=sys.stderr, flush=True)
     return known.exit_code
 

@@ -4,7 +4,7 @@
 
 The main config is trained twice from one seed on the same batches, with config.model.carry on and
 off. Both models then read the same validation documents; bits per byte are told apart by whether a
-byte lies in its document's first row of tokens or beyond it. The two compiled steps are timed in
+byte is in its document's first row of tokens or beyond it. The two compiled steps are timed in
 turns.
 """
 

@@ -39,8 +39,8 @@ from training.estimate.timeline import (
     Event,
     Relay,
     Repeat,
-    Wait,
     events_of,
+    instantaneous,
     simulate,
 )
 from training.estimate.topology import Topology
@@ -88,24 +88,11 @@ def compiled(case: Case, layers: int) -> Program:
         module = hlo.parse(pathlib.Path(folder, HLO).read_text())
         schedule = bundles.read(str(pathlib.Path(folder, "schedules")))
     mesh = {axis: config.mesh[axis] for axis in MESH_AXES}
-    found = works(module, schedule.programs)
+    found = works(module, schedule.latest)
     exchanged = collectives(module, found, mesh)
     return Program(
         found, exchanged, events_of(found, exchanged, schedule.trees, topology.generation)
     )
-
-
-def instantaneous(events: tuple[Event, ...]) -> tuple[Event, ...]:
-    """The events with collectives that take no time; ranks still wait for each other in them."""
-
-    def change(event: Event) -> Event:
-        if isinstance(event, Wait):
-            return dataclasses.replace(event, seconds=0.0)
-        return (
-            Repeat(event.trips, instantaneous(event.body)) if isinstance(event, Repeat) else event
-        )
-
-    return tuple(change(event) for event in events)
 
 
 def one_call(events: tuple[Event, ...]) -> tuple[Event, ...]:

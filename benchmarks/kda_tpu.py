@@ -124,7 +124,7 @@ def _attend_tokamax(case, mesh, q, k, v, decay, beta, ids):
         )[0]  # fmt: skip
 
 
-# --- one case, in a process of its own -----------------------------------------------------------
+# --- one case, in a separate process -----------------------------------------------------------
 
 
 def compile_case(name: str, tokens: int, topology: str, library: str, which: str) -> dict:
@@ -200,7 +200,7 @@ def measure(name: str, tokens: int, topology: str, library: str, which: str) -> 
 
 
 def error_line(stderr: str) -> str:
-    """The last line of a traceback that names the error; JAX writes a note of its own after it."""
+    """The last line of a traceback that names the error; JAX adds a note after it."""
     lines = [line for line in stderr.splitlines() if line.strip() and not line[0].isspace()]
     named = [line for line in lines if ": " in line and not line.startswith("For simplicity")]
     return (named or lines or ["no message"])[-1][:200]

@@ -74,7 +74,7 @@ def compile_here(implementation: str) -> float:
 
 
 def measure(implementation: str) -> str:
-    """A line of the table, compiled in a process of its own."""
+    """A line of the table, compiled in a separate process."""
     from training.estimate import bundles
 
     with tempfile.TemporaryDirectory(prefix="short_conv_tpu_") as dump:

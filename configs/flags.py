@@ -28,9 +28,19 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "init_from",
     "",
-    "Workdir of another run, or the folder of its checkpoints, local or gs://bucket/path: start a "
-    "new training from its newest parameters.",
+    "Workdir of another run, the folder of its checkpoints, local or gs://bucket/path, or a "
+    "Hugging Face folder of weights: start a new training from these parameters.",
     flag_values=_FLAGS,
+)
+flags.DEFINE_bool(
+    "eval_only",
+    False,
+    "Evaluate the newest checkpoint of --workdir, or --init_from, on the validation data, and "
+    "exit. Nothing of the run is changed.",
+    flag_values=_FLAGS,
+)
+flags.DEFINE_string(
+    "eval_json", "", "File that --eval_only also writes its results to.", flag_values=_FLAGS
 )
 flags.DEFINE_string(
     "coordinator",
@@ -55,7 +65,7 @@ flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=
 # Options that are paths, besides those of data, which a document source expands itself.
 PATHS = (("checkpoint", "directory"), ("data", "tokenizer"), ("train", "compilation_cache"))
 _OWN = (
-    *("config", "workdir", "init_from", "plan", "plan_json"),
+    *("config", "workdir", "init_from", "eval_only", "eval_json", "plan", "plan_json"),
     *("coordinator", "processes", "process_id", "help"),
 )
 

@@ -1,4 +1,4 @@
-"""The main config: KDA over a 4-way context axis, on one machine's CPU as it stands.
+"""The main config: KDA over a 4-way context axis, on one machine's CPU without changes.
 
     python train.py --config configs/kda_cp4.py
 

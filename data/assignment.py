@@ -1,7 +1,7 @@
 """Assigns documents to streams: who reads what, and in which order.
 
 The assignment depends on the seed, the epoch and the documents' sizes alone, so every host computes
-the same one and then reads only the documents of its own rows.
+the same one and then reads only the documents of its rows.
 
 1. The order of an epoch is a shuffle of all documents, seeded by the epoch. It is assigned in
    blocks of at most BLOCK documents, so that neither a new run nor a resumed one waits for more

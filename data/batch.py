@@ -31,9 +31,9 @@ class Batch(NamedTuple):
     positions: Any | None
     # float32 [W, B, T]. 1 where the target is a token of the same document, else 0.
     loss_weights: Any
-    # int32 [W, B, T]. UTF-8 bytes of text that the target stands for; 0 for begin and end ids and
+    # int32 [W, B, T]. UTF-8 bytes of the text of the target; 0 for begin and end ids and
     # wherever the weight is 0. Bits per byte = sum of losses in nats / ln 2 / sum(target_bytes).
     target_bytes: Any
-    # bool [W, B]. The row's first segment goes on from the last segment of this row in the window
+    # bool [W, B]. The row's first segment continues the last segment of this row in the window
     # before (or, in window 0, in the batch before).
     continues: Any

@@ -23,7 +23,7 @@ def identity_of(
     if config.source in ("jsonl", "parquet"):
         identity["field"] = config.field
     identity |= {
-        "eval_path": "documents of its own" if config.eval_path else "",
+        "eval_path": "separate documents" if config.eval_path else "",
         "eval_fraction": 0.0 if config.eval_path else float(config.eval_fraction),
         "split": source.split_fingerprint,
         "tokenizer": tokenizer.fingerprint,

@@ -106,12 +106,14 @@ class DataConfig:
         "rows equally, so the largest number up to this that divides these rows is used.",
         unit="processes",
         minimum=0,
+        on_resume="silent",
     )
     prefetch: int = option(
         2,
         "Batches that a thread makes and places on the devices ahead of the step.",
         unit="batches",
         minimum=1,
+        on_resume="silent",
     )
 
 

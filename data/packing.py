@@ -1,17 +1,17 @@
 """Documents into rows of T tokens.
 
-"stream": a row takes the stream's next T tokens, whatever documents they are of; a document that
-does not fit goes on in the stream's next row. Nothing is padded before the stream ends. (Grain's
-concat-then-split does the cutting too, but begins positions anew in each row and resumes by packing
+"stream": a row takes the next T tokens of its stream, whatever documents they are of; a document
+that does not fit continues in the next row of the stream. Nothing is padded before the stream ends.
+(Grain's concat-then-split cuts too, but begins positions anew in each row and resumes by packing
 again from its last checkpoint, where a position in the document is enough.)
 
-"whole": documents stand whole in a row, and those longer than a row are cut into pieces that know
-nothing of each other. Grain's first-fit packer fills a few rows of the stream at a time. A piece's
-last token still predicts the next piece's first, which is its document's next token.
+"whole": rows hold whole documents, and those longer than a row are cut into pieces that know
+nothing of each other. Grain's first-fit packer fills a few rows of the stream at a time. The last
+token of a piece still predicts the first of the next piece, the next token of the document.
 
-Either way a row comes with the stream's position behind it, so that a position belongs to a row and
-not to the thread, process or queue that the row came through. What the "whole" packer holds is read
-again from the position where it began to fill its rows, which is part of the position.
+Either way a row comes with the position of its stream after it, so that a position belongs to a row
+and not to the thread, process or queue that the row came through. What the "whole" packer holds is
+read again from the position where it began to fill its rows, which is part of the position.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ COLUMNS = 6
 
 
 class Record(NamedTuple):
-    """A stream's saved position: where it goes on, and what it has met and made so far."""
+    """A stream's saved position: where it continues, and what it has met and made so far."""
 
     position: Position = Position()
     counts: Counts = Counts()
@@ -53,8 +53,8 @@ class Row(NamedTuple):
     """One row of one stream."""
 
     table: np.ndarray  # [T, 6] int32: token, target, target's bytes, weight, segment, place
-    continues: bool  # its first segment goes on from the stream's row before
-    record: Record  # of the stream, behind this row
+    continues: bool  # its first segment continues the row before of the stream
+    record: Record  # of the stream, after this row
 
     @property
     def live(self) -> bool:
@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 
 class StreamPacker:
-    """Rows of a stream whose documents go on from row to row."""
+    """Rows of a stream whose documents continue from row to row."""
 
     def __init__(self, corpus: Corpus, stream: int, record: Record):
         self._reader = StreamReader(corpus, stream, record.position, record.counts)
@@ -96,7 +96,7 @@ def _write(table: np.ndarray, start: int, piece: Piece, segment: int) -> None:
 
 
 class WholePacker:
-    """Rows of a stream whose documents stand whole in a row, by grain's first-fit packer."""
+    """Rows of a stream that hold whole documents, by grain's first-fit packer."""
 
     def __init__(self, corpus: Corpus, stream: int, record: Record, bins: int):
         self._length = corpus.sequence_length
@@ -127,7 +127,7 @@ class WholePacker:
         filled = int(np.count_nonzero(table[:, SEGMENT]))
         state = self._packed.get_state()
         if row is None:
-            # Where the stream ended: grain's packer stands before what followed its last piece.
+            # Where the stream ended: grain's packer is before what followed its last piece.
             state["parent"] = self._pieces.iterator.get_state()
         began = Record.from_ints([*state["parent"]["at"], state["next_row"], 0, 0])
         self._record = began._replace(

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A character is at most four bytes, so at most four tokens that stand for no character alone.
+# A character is at most four bytes, so at most four tokens that are no character alone.
 MOST_PENDING = 4
 
 
@@ -16,7 +16,7 @@ class Decoder(Protocol):
 class TextStream:
     """The text of a growing list of token ids, piece by piece.
 
-    Some tokens stand for part of a character, and the text of a token may depend on the one before
+    Some tokens are part of a character, and the text of a token may depend on the one before
     it (a leading blank). So a token is decoded with the tokens that were shown last, and kept back
     while its text ends inside a character.
     """

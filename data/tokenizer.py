@@ -1,4 +1,4 @@
-"""Text to token ids, with the number of UTF-8 bytes that each token stands for.
+"""Text to token ids, with the number of UTF-8 bytes that each token represents.
 
 Bytes are what makes losses comparable between tokenizers: bits per byte = nats / ln 2 / bytes. So
 `nbytes` adds up to the length of the text, whatever a tokenizer normalises away, merges or splits.
@@ -6,6 +6,7 @@ Bytes are what makes losses comparable between tokenizers: bits per byte = nats 
 
 import hashlib
 import os
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +36,10 @@ class Tokenizer(Protocol):
 
         Bytes that are no UTF-8 are taken as they are ("bytes") or read as U+FFFD, one a byte.
         """
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids; begin and end ids have none. Part of a character is U+FFFD."""
         ...
 
 
@@ -91,6 +96,9 @@ class ByteTokenizer:
         ids = np.frombuffer(text, np.uint8).astype(np.int32)
         return ids, np.ones(len(ids), np.int32)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
 
 class HuggingFaceTokenizer:
     """A tokenizer.json, read by the `tokenizers` library. No special token is added by it."""
@@ -146,6 +154,11 @@ class HuggingFaceTokenizer:
         offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
         return Encoded(np.asarray(encoding.ids, np.int64), offsets[:, 0], offsets[:, 1])
 
+    def decode(self, ids: Sequence[int]) -> str:
+        special = (self.bos_id, self.eos_id)
+        text = [int(i) for i in ids if i not in special]
+        return self._tokenizer.decode(text, skip_special_tokens=False)
+
 
 class SentencePieceTokenizer:
     """A SentencePiece model. Its own begin and end ids are used where it has them."""
@@ -163,7 +176,7 @@ class SentencePieceTokenizer:
 
     @property
     def special_texts(self) -> list[str]:
-        """The text of its own begin and end tokens."""
+        """The text of the begin and end tokens that the model has."""
         own = (self._model.bos_id(), self._model.eos_id())
         return [self._model.id_to_piece(number) for number in own if number >= 0]
 
@@ -182,6 +195,10 @@ class SentencePieceTokenizer:
         mapped = self._model.encode(text, return_type="offset_mapping")
         offsets = np.asarray(mapped["offsets"], np.int64).reshape(-1, 2)
         return Encoded(np.asarray(mapped["ids"], np.int64), offsets[:, 0], offsets[:, 1])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        special = (self.bos_id, self.eos_id)
+        return self._model.decode([int(i) for i in ids if i not in special])
 
 
 def readable_text(text: bytes) -> tuple[str, np.ndarray]:

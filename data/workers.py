@@ -39,7 +39,7 @@ type Work = Callable[[], Iterator[Any]]
 
 
 class Workers:
-    """An iterator over the items of several works in turn, each made in a process of its own."""
+    """An iterator over the items of several works in turn, each made in its own process."""
 
     def __init__(self, works: Sequence[Work], ahead: int):
         """ahead: items that each worker may make before they are asked for."""

@@ -35,7 +35,7 @@ pyenv_versions() {
 
 find_python() {
   if [ -n "${PYTHON:-}" ]; then
-    usable "$PYTHON" || die "PYTHON=$PYTHON is no Python 3.12 to 3.14 with the venv module"
+    usable "$PYTHON" || die "PYTHON=$PYTHON is not a Python 3.12 to 3.14 with the venv module"
     echo "$PYTHON"
     return
   fi
@@ -47,7 +47,7 @@ find_python() {
   done
 }
 
-# uv brings a Python of its own; uv itself comes from the package index, by any older Python.
+# uv brings its own Python; uv itself comes from the package index, by any older Python.
 fetch_python() {
   say "no Python 3.12 to 3.14 found; fetching one with uv"
   if command -v uv >/dev/null 2>&1; then

@@ -4,6 +4,8 @@ import contextlib
 import functools
 
 import jax
+
+# Private: where the interpreter notes that a race was found has no public name.
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 

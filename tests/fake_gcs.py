@@ -146,7 +146,7 @@ class FakeGcs:
         """A page of names in order; with a delimiter, names below one stand as one prefix."""
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         page = min(PAGE, int(query.get("maxResults", PAGE)))
-        entries: dict[str, str] = {}  # what stands in the page -> the last name that it covers
+        entries: dict[str, str] = {}  # what is in the page -> the last name that it covers
         for name in self.names(bucket, prefix):
             rest = name[len(prefix) :]
             cut = rest.find(delimiter) + len(delimiter) if delimiter and delimiter in rest else None

@@ -2,7 +2,7 @@
 
     PYTHON_WITH_TRANSFORMERS tests/referee_transformers.py FOLDER TOKENS.npy LOGITS.npy
 
-Runs in an environment of its own (torch and transformers 5.24, neither fla nor triton), never in
+Runs in a separate environment (torch and transformers 5.24, neither fla nor triton), never in
 the project's. TOKENS: int64 [B, T].
 """
 

@@ -27,6 +27,7 @@ TIES = {"checkpoints", "configs", "data"}
 MORE = {
     "training/build.py": TIES,
     "training/restore.py": TIES,
+    "training/evaluation.py": TIES,
     "training/run.py": TIES,
     "training/weights.py": {"checkpoints"},
     "training/generate.py": {"data"},

@@ -1,4 +1,4 @@
-"""Runs train.py as a user does, in processes of its own, for the tests that need whole runs."""
+"""Runs train.py as a user does, in separate processes, for the tests that need whole runs."""
 
 import json
 import os
@@ -18,7 +18,7 @@ SMOKE = "configs/smoke.py"
 LIMIT = 900  # seconds a run may take on a machine that does ten other things; alone it takes ten
 # Compiled programs are kept between runs and between sessions of tests: most of a short run is
 # compilation. JAX's key covers everything that the program depends on. Each of pytest's workers has
-# a folder of its own: JAX writes a program in place, and warns of one that it reads half written.
+# a separate folder: JAX writes a program in place, and warns of one that it reads half written.
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "alone")
 CACHE = os.path.join(tempfile.gettempdir(), f"kda-trainer-tests-{os.getuid()}", WORKER)
 _PORTS: list[socket.socket] = []
@@ -62,7 +62,7 @@ def train(workdir, *arguments: str, code: int = 0, **options) -> subprocess.Comp
 class Running:
     """A run that is under way; its lines (stdout and stderr) are read as they come.
 
-    separate: stderr is a stream of its own, for the caller. first: see `command`; it may read
+    separate: stderr is a separate stream, for the caller. first: see `command`; it may read
     stdin, which is the caller's as well.
     """
 
@@ -129,7 +129,7 @@ def take_port() -> int:
 
 
 def reports(workdir) -> dict[int, dict[str, float]]:
-    """What metrics.jsonl says of each step; a step that stands there twice is an error."""
+    """What metrics.jsonl says of each step; a step that appears twice is an error."""
     found: dict[int, dict[str, float]] = {}
     for line in (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)

@@ -18,8 +18,7 @@ from model.params import param_count
 from options import wrong
 from training import devices
 from training.goodput import Goodput
-from training.optimizer import make_optimizer, make_schedule
-from training.options import OptimizerOptions
+from training.optimizer import make_optimizer, make_schedule, options_of
 from training.report import Progress
 from training.state import TrainState, state_shapes
 
@@ -54,7 +53,7 @@ def build(config: ConfigDict, workdir: str) -> Parts:
     )
     model = model_config(config, loader.tokenizer.vocab_size)
     check_mesh(model, mesh.shape)
-    options = optimizer_options(config)
+    options = options_of(config.optimizer, train.steps)
     optimizer = make_optimizer(options, model, mesh)
     shapes = state_shapes(model, mesh, optimizer, data.global_batch_size, train.spike_window)
     schedule = make_schedule(options)
@@ -86,13 +85,6 @@ def model_config(config: ConfigDict, vocab_size: int) -> ModelConfig:
             f"{jax.devices()[0].device_kind}; try auto"
         )
     return ModelConfig(vocab_size=given or vocab_size, **options)
-
-
-def optimizer_options(config: ConfigDict) -> OptimizerOptions:
-    """config.optimizer with the schedule's length filled in."""
-    options = dict(config.optimizer)
-    options["schedule_steps"] = options["schedule_steps"] or config.train.steps
-    return OptimizerOptions(**options)
 
 
 def describe(parts: Parts) -> str:

@@ -11,8 +11,9 @@ import os
 from typing import Any
 
 from errors import UserError
+from training import agree
 
-HEARTBEAT_SECONDS = 30  # a process that is silent for so long is dead, and the others stop
+HEARTBEAT_SECONDS = 10  # a process that is silent for so long is dead, and the others stop
 MOST_SIMULATED = 1024  # each costs threads and memory; far more never get to an error message
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
 
@@ -26,12 +27,15 @@ class Processes:
     number: int = -1
 
 
-def start_jax(needed: int, cache: str, processes: Processes) -> None:
+def start_jax(
+    needed: int, cache: str, processes: Processes, values: agree.Values | None = None
+) -> None:
     """Chooses devices. The processes of a run wait for each other here.
 
     Args:
         needed: devices of the whole mesh; on CPU they are simulated, in equal shares.
         cache: folder of compiled programs, or "".
+        values: has to be equal in all processes; see training/agree.py.
 
     Raises:
         UserError: the devices of a process do not fit the mesh, there are no other processes, or
@@ -63,7 +67,7 @@ def start_jax(needed: int, cache: str, processes: Processes) -> None:
     # The trainer handles SIGTERM itself; JAX's own service would take the signal away.
     jax.config.update("jax_enable_preemption_service", False)
     if processes.coordinator or tpu_pod():
-        meet(processes)
+        meet(processes, values or {})
     try:
         jax.devices()
     except Exception as error:  # JAX has several kinds
@@ -80,10 +84,13 @@ def wait_for_each_other() -> None:
     os.environ["XLA_FLAGS"] = f"{PATIENCE} {os.environ.get('XLA_FLAGS', '')}"
 
 
-def meet(processes: Processes) -> None:
-    """Connects the processes of a run."""
+def meet(processes: Processes, values: agree.Values) -> None:
+    """Connects the processes of a run, and compares what they were started with."""
+    bypass_proxies(processes.coordinator)
     import jax
+    from jax._src import distributed  # the only way to the store that all processes share
 
+    jax.config.update("jax_check_proxy_envs", False)  # they were seen to
     found = processes.count == 0
     try:
         jax.distributed.initialize(
@@ -99,6 +106,21 @@ def meet(processes: Processes) -> None:
             f"--coordinator={processes.coordinator}: JAX found no processes ({text}); "
             "try --coordinator=host:port --processes=2 --process_id=0"
         ) from None
+    state = distributed.global_state
+    assert state.client is not None
+    agree.check(state.client, values, state.process_id, state.num_processes)
+
+
+def bypass_proxies(coordinator: str) -> None:
+    """The processes of a run reach each other directly, whatever proxy the environment names.
+
+    gRPC would ask it for the coordinator, and wait minutes for the answer.
+    """
+    hosts = ["localhost", "127.0.0.1", "::1", coordinator.rpartition(":")[0].strip("[]")]
+    hosts += os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        given = os.environ.get(name, "").split(",")
+        os.environ[name] = ",".join(dict.fromkeys(filter(None, [*given, *hosts])))
 
 
 def accelerator() -> bool:

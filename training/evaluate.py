@@ -1,4 +1,4 @@
-"""Validation: one loss over the held-out documents, with a carry of its own."""
+"""Validation: one loss over the held-out documents, with its own carry."""
 
 import gzip
 import time
@@ -19,7 +19,7 @@ from training.step import make_eval_step
 
 
 class Evaluator:
-    """Call it with parameters. The step is compiled at the first call.
+    """Call it with parameters. The step is compiled at the first call, unless it is already.
 
     Args:
         batches: iterated anew each time, in the same order. rows: rows of a batch.
@@ -43,6 +43,11 @@ class Evaluator:
         self._step: Callable[..., Any] | None = None
         self.gzip: tuple[float, int] | None = None  # (bits a byte, bytes) of the text evaluated
         self.last: dict[str, float] = {}
+
+    def compile(self, params: Any, batch: Batch) -> None:
+        """Compiles the step; both may be of jax.ShapeDtypeStruct."""
+        with self._goodput.during("compilation"):
+            self._step = self._jitted.lower(params, self._empty_carry(), batch).compile()
 
     def __call__(self, params: Any, between: Callable[[], None]) -> dict[str, float]:
         """eval/loss (nats a token), eval/bits_per_byte, eval/seconds (compilation left out).
@@ -74,7 +79,7 @@ class Evaluator:
 def gzip_bits_per_byte(texts: list[list[bytes]]) -> tuple[float, int]:
     """gzip -9 on the same text: (bits a byte, bytes).
 
-    texts: for each batch, the text of each row; a row goes on in the next batch.
+    texts: for each batch, the text of each row; a row continues in the next batch.
     """
     text = b"".join(piece for row in zip(*texts) for piece in row)
     if not text:

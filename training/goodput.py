@@ -27,7 +27,7 @@ class Goodput:
         self._since = time.monotonic() - age
 
     def resume(self, saved: dict[str, float], lived: dict[str, float]) -> None:
-        """Goes on from a checkpoint's seconds.
+        """Continues from a checkpoint's seconds.
 
         Args:
             saved: as of the checkpoint. lived: as last written before the process ended; what it

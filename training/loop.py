@@ -1,6 +1,8 @@
-"""The loop. It never waits for the step that it has just dispatched, only for the one before."""
+"""The training loop: it dispatches a step and waits for the one before, never for the newest."""
 
+import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Literal, Protocol
@@ -8,6 +10,7 @@ from typing import Literal, Protocol
 import jax
 
 from data.batch import Batch
+from errors import DataError
 from model.axes import Arrays as Params
 from training.goodput import Goodput
 from training.metrics import Writers
@@ -16,6 +19,9 @@ from training.report import Meter, Numbers
 from training.signals import Signals
 from training.state import TrainState
 from training.step import Metrics
+
+_POLL_SECONDS = 0.5
+PATIENCE_SECONDS = 8.0  # of a process that was told to stop, for the other processes
 
 
 class Saver(Protocol):
@@ -63,6 +69,7 @@ class InFlightStep:
     data_wait: float  # seconds
     epoch: float  # passes over the training documents, with this step
     numbers: Numbers | None = None  # of the finished step, on the host
+    reported: bool = False
 
 
 @dataclasses.dataclass
@@ -71,6 +78,7 @@ class TrainLoop:
 
     Attributes:
         votes: the arrays for "continue" and "stop"; see step.py.
+        ready: waits at most so many seconds for the next batch; whether it, or the end, is there.
         more: whether `batches` has another one. epoch: passes over the documents so far.
         evaluate: see `Evaluator.__call__`.
     """
@@ -81,6 +89,7 @@ class TrainLoop:
     step: Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]
     votes: tuple[jax.Array, jax.Array]
     batches: Iterator[Batch]
+    ready: Callable[[float], bool]
     more: Callable[[], bool]
     epoch: Callable[[], float]
     evaluate: Callable[[Params, Callable[[], None]], dict[str, float]]
@@ -90,14 +99,30 @@ class TrainLoop:
     goodput: Goodput
     profiler: Profiler
     signals: Signals
+    _longest_wait: float = 0.0  # seconds, for a step
+    _newest: InFlightStep | None = None  # dispatched
 
     def run(self) -> tuple[int, StopReason]:
         """Trains to the end. Returns the last step and why it was the last. That step is saved; the
         save may still be running.
+
+        Raises:
+            DataError: no batch can be made any more. A single process has saved the last step.
         """
+        try:
+            return self._run()
+        except DataError:
+            # Several processes cannot save here: the others are waiting in the next step.
+            if self._newest and jax.process_count() == 1:
+                self._report(self._newest, {})
+                self._save(self._newest.step)
+            raise
+
+    def _run(self) -> tuple[int, StopReason]:
         step, in_flight = self.start, None
         stop_reason: StopReason | None = None
         self.goodput.switch("training")
+        self.signals.started()
         self.meter.start()
         while stop_reason is None:
             if step >= self.cadence.steps or self._stops_alone():
@@ -105,7 +130,7 @@ class TrainLoop:
                 break
             batch, data_wait = self._next_batch()
             if batch is None:
-                stop_reason = "data"
+                stop_reason = "signal" if self._stops_alone() else "data"
                 break
             step += 1
             dispatched = self._dispatch(step, batch, data_wait)
@@ -130,31 +155,56 @@ class TrainLoop:
         vote = self.votes[self.signals.stop is not None]
         with self.profiler.named(step):
             self.state, metrics = self.step(self.state, batch, vote)
-        return InFlightStep(step, metrics, data_wait, self.epoch())
+        self._newest = InFlightStep(step, metrics, data_wait, self.epoch())
+        return self._newest
 
     def _stops_alone(self) -> bool:
         """A single process need not wait for the others' votes."""
         return jax.process_count() == 1 and self.signals.stop is not None
 
     def _next_batch(self) -> tuple[Batch | None, float]:
-        """The next batch, or None at the data's end, and the seconds waited for it."""
+        """The next batch, or None at the data's end or where a signal ends the wait, and the
+        seconds waited for it."""
         began = time.perf_counter()
         with self.goodput.during("data"):
-            batch = next(self.batches, None)
+            batch = next(self.batches, None) if self._data_ready() else None
         return batch, time.perf_counter() - began
+
+    def _data_ready(self) -> bool:
+        """Waits for the next batch or the data's end; False where a signal ended the wait."""
+        if self.ready(0.0):
+            return True
+        # Several processes cannot agree to save here, since the others may be in the next step.
+        patience = math.inf if jax.process_count() == 1 else PATIENCE_SECONDS
+        with self.signals.waiting("while waiting for data", patience):
+            while not self.ready(_POLL_SECONDS):
+                if self._stops_alone():
+                    return False
+        return True
 
     def _data_ends(self) -> bool:
         """Whether no batch follows the newest step's."""
         with self.goodput.during("data"):
-            return not self.more()
+            return self._data_ready() and not self.more()
 
     def _wait(self, in_flight: InFlightStep) -> Numbers:
         """Waits for a step; its numbers."""
         if in_flight.numbers is None:
-            in_flight.numbers = self.meter.finish(
-                in_flight.step, in_flight.metrics, in_flight.data_wait
-            )
+            began = time.perf_counter()
+            with self._waiting_for_step():
+                in_flight.numbers = self.meter.finish(
+                    in_flight.step, in_flight.metrics, in_flight.data_wait
+                )
+            self._longest_wait = max(self._longest_wait, time.perf_counter() - began)
         return in_flight.numbers
+
+    def _waiting_for_step(self) -> contextlib.AbstractContextManager[None]:
+        """One process's steps end by themselves; those of several may wait for a stuck process."""
+        if jax.process_count() == 1:
+            return contextlib.nullcontext()
+        return self.signals.waiting(
+            "while waiting for a step of all processes", PATIENCE_SECONDS + 2 * self._longest_wait
+        )
 
     def _end_profile(self, in_flight: InFlightStep) -> None:
         """Ends a trace whose last step this is; the time that takes counts for no step."""
@@ -176,14 +226,21 @@ class TrainLoop:
             values = self._evaluate(step, stops)
         score = values.get("eval/loss")
         if values or last or self.cadence.logs(step):
-            learning = self.meter.report() | {"learning/epoch": in_flight.epoch}
-            self.writers.write(step, learning | values | self.goodput.metrics())
-            self.goodput.write()
+            self._report(in_flight, values)
         if last or self.cadence.saves(step):
             self._save(step, score)
         if last or self.cadence.interrupts(step):
             self.meter.start()
         return stops
+
+    def _report(self, in_flight: InFlightStep, values: dict[str, float]) -> None:
+        """Writes what is known of a step, once."""
+        if not in_flight.reported:
+            self._wait(in_flight)
+            learning = self.meter.report() | {"learning/epoch": in_flight.epoch}
+            self.writers.write(in_flight.step, learning | values | self.goodput.metrics())
+            self.goodput.write()
+            in_flight.reported = True
 
     def _evaluate(self, step: int, stops: bool) -> dict[str, float]:
         # SIGKILL may follow SIGTERM, so save before evaluating, at the price that this step has no

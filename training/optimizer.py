@@ -1,5 +1,6 @@
 """The optimizer: one optax chain, its schedule, and rules that cover every parameter."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,6 +11,13 @@ from model.config import ModelConfig
 from model.params import decay_mask, muon_mask, param_shardings
 from training.muon import scale_by_muon, scale_by_size
 from training.options import OptimizerOptions
+
+
+def options_of(optimizer: Mapping[str, Any], steps: int) -> OptimizerOptions:
+    """config.optimizer with the schedule's length filled in; steps: config.train.steps."""
+    options = dict(optimizer)
+    options["schedule_steps"] = options["schedule_steps"] or steps
+    return OptimizerOptions(**options)
 
 
 def make_schedule(options: OptimizerOptions) -> optax.Schedule:

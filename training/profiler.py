@@ -30,7 +30,7 @@ class Profiler:
             jax.profiler.start_trace(self._folder, profiler_options=options)
 
     def named(self, step: int) -> contextlib.AbstractContextManager:
-        """What is dispatched inside stands in a trace as this step, for the page's step times."""
+        """What is dispatched inside appears in a trace as this step, for the page's step times."""
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def ends_with(self, step: int) -> bool:

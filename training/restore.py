@@ -15,13 +15,15 @@ from ml_collections import ConfigDict
 from checkpoints.manager import CheckpointError, Manager
 from checkpoints.retention import Retention
 from configs import base
+from errors import UserError
 from model.checks import check_mesh
 from model.config import ModelConfig
-from model.params import init_params, param_shardings
+from model.params import init_params, param_shardings, param_specs
 from training import goodput, resume
 from training.build import Parts, model_config
 from training.lock import owner
 from training.state import TrainState, empty_carry, flatten, init_state, unflatten
+from training.weights import is_folder_of_weights, read_folder
 
 Log = Callable[[str], None]
 Arrays = dict[str, jax.Array]
@@ -85,6 +87,9 @@ def first_state(parts: Parts, manager: Manager, init_from: str, log: Log) -> tup
         parts.goodput.resume(restored.metadata["goodput"], lived)
         parts.progress.tokens_seen = restored.metadata["tokens_seen"]
         log(f"resumed from step {restored.step} of {manager.directory}")
+        saved = restored.metadata["config"]
+        if jump := resume.rate_jump(saved, parts.config.to_dict(), restored.step):
+            log(jump)
         return unflatten(parts.shapes, _with_carry(parts, restored.arrays)), restored.step
     state = _seeded_state(parts)
     if init_from:
@@ -185,6 +190,29 @@ def _differences(metadata: Metadata, parts: Parts) -> resume.Differences:
     return resume.differences(metadata["config"], parts.config.to_dict(), meanings)
 
 
+def check_same_parameters(folder: str, theirs: ModelConfig, ours: ModelConfig) -> None:
+    """Refuses parameters that this run's model would read as something else.
+
+    Raises:
+        UserError: naming the first option or parameter that differs.
+    """
+    for name in ("decay_gate", "norm_eps", "pattern"):
+        saved, here = getattr(theirs, name), getattr(ours, name)
+        if saved != here:
+            raise UserError(
+                f"{folder}: config.model.{name} is {saved!r} there and {here!r} here; "
+                f"try --config.model.{name}={saved}"
+            )
+    saved_shapes = {name: spec.shape for name, spec in flatten(param_specs(theirs)).items()}
+    shapes = {name: spec.shape for name, spec in flatten(param_specs(ours)).items()}
+    for name in {**shapes, **saved_shapes}:
+        if saved_shapes.get(name) != shapes.get(name):
+            raise UserError(
+                f"{folder}: parameter {name} is {saved_shapes.get(name)} there and "
+                f"{shapes.get(name)} here; try the config that it was trained with"
+            )
+
+
 def _with_carry(parts: Parts, arrays: Arrays) -> Arrays:
     """The arrays, with an empty carry where none was restored."""
     if flatten(parts.shapes).keys() == arrays.keys():
@@ -195,6 +223,11 @@ def _with_carry(parts: Parts, arrays: Arrays) -> Arrays:
 
 def _other_params(parts: Parts, folder: str, log: Log) -> Arrays:
     """The parameters of --init_from, which must be of this run's model and tokenizer."""
+    if is_folder_of_weights(folder):
+        params, theirs = read_folder(folder, parts.mesh)
+        check_same_parameters(f"--init_from={folder}", theirs, parts.model)
+        log(f"parameters from {folder}")
+        return flatten({"params": params})
 
     def target(metadata: Metadata) -> dict[str, jax.ShapeDtypeStruct]:
         found = _differences(metadata, parts)

@@ -7,7 +7,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import optax
+
+from training.optimizer import make_schedule, options_of
+
 Config = Mapping[str, Mapping[str, Any]]
+JUMP = 0.01  # a learning rate that differs by less is no jump
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,3 +46,24 @@ def differences(saved: Config, current: Config, meanings: Mapping[str, str]) -> 
             elif meaning == "report":
                 found.other.append(line)
     return found
+
+
+def rate_jump(saved: Config, current: Config, step: int) -> str:
+    """A line where the learning rate after `step` is another than the checkpoint's schedule has
+    there, "" where it is the same."""
+    before, after = (_schedule(config) for config in (saved, current))
+    expected, found = float(before(step)), float(after(step))
+    if abs(found - expected) <= JUMP * expected:
+        return ""
+    line = (
+        f"the learning rate goes from {float(before(max(step - 1, 0))):.2e} at step {step} to "
+        f"{found:.2e} at step {step + 1}; the checkpoint's schedule has {expected:.2e} there"
+    )
+    if not (saved["optimizer"]["schedule_steps"] or current["optimizer"]["schedule_steps"]):
+        steps = saved["train"]["steps"]
+        return f"{line}, which --config.optimizer.schedule_steps={steps} keeps"
+    return f"{line}, which the options of config.optimizer that were changed keep, set back"
+
+
+def _schedule(config: Config) -> optax.Schedule:
+    return make_schedule(options_of(config["optimizer"], config["train"]["steps"]))

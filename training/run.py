@@ -11,7 +11,8 @@ import jax
 from ml_collections import ConfigDict
 
 from checkpoints.manager import CheckpointError, Manager
-from training import restore
+from data.batch import Batch
+from training import evaluation, restore
 from training.build import Parts, build, describe
 from training.evaluate import Evaluator
 from training.lock import lock
@@ -38,6 +39,13 @@ class Saver:
 
     def check(self) -> None:
         self.manager.check()
+
+
+def evaluate(config: ConfigDict, workdir: str, source: str, json_path: str) -> None:
+    """Evaluates saved parameters; see evaluation.py. json_path: "" writes none."""
+    primary = jax.process_index() == 0
+    values = evaluation.evaluate(config, workdir, source, print if primary else lambda line: None)
+    evaluation.write_json(json_path, values)
 
 
 def run(config: ConfigDict, workdir: str, init_from: str, signals: Signals) -> None:
@@ -91,20 +99,13 @@ def _train(parts: Parts, manager: Manager, state: TrainState, start: int, signal
     writers.hyperparameters(start, _flat(parts.config))
     writers.text(start, "config", f"```\n{parts.config}\n```")
     writers.text(start, "parameters", describe(parts))
-    evaluator = None
     try:
-        if signals.stop and jax.process_count() == 1:  # no need to compile first
-            Saver(parts, manager).save(start, state, None)
-            step, stop_reason = start, "signal"
-        else:
-            loop = make_loop(parts, manager, state, start, signals, writers)
-            step, stop_reason = loop.run()
-            if isinstance(loop.evaluate, Evaluator):
-                evaluator = loop.evaluate
+        loop = make_loop(parts, manager, state, start, signals, writers)
+        step, stop_reason = loop.run()
         with parts.goodput.during("checkpoint"):
             manager.wait()
         parts.goodput.write()
-        _conclude(parts, step, stop_reason, signals, evaluator, writers.log)
+        _conclude(parts, step, stop_reason, signals, loop.evaluate, writers.log)
     finally:
         writers.close()
 
@@ -127,6 +128,9 @@ def make_loop(
     """Compiles the step and ties the loop's pieces together. manager: None where nothing saves."""
     config, data = parts.config, parts.config.data
     step, votes = _compile_step(parts, writers)
+    evaluator = _make_evaluator(parts)
+    if config.eval.every:  # here, where a signal may end the wait
+        evaluator.compile(parts.shapes.params, _batch_shapes(parts, windows=1))
     slots = data.global_batch_size * data.sequence_length * config.train.tbptt_windows
     return TrainLoop(
         cadence=Cadence(
@@ -137,9 +141,10 @@ def make_loop(
         step=step,
         votes=votes,
         batches=iter(parts.loader),
+        ready=parts.loader.ready,
         more=parts.loader.has_more,
         epoch=parts.loader.epoch,
-        evaluate=_make_evaluator(parts),
+        evaluate=evaluator,
         saver=Saver(parts, manager) if manager else NoSaver(),
         meter=Meter(
             slots,
@@ -179,15 +184,13 @@ def _make_evaluator(parts: Parts) -> Evaluator:
 
 def _compile_step(parts: Parts, writers: Writers) -> tuple[Any, tuple[jax.Array, jax.Array]]:
     """(the compiled step, which has no public type; the two arrays of votes)."""
-    config, data = parts.config, parts.config.data
+    config = parts.config
     options = TrainOptions(**config.train)
     step = make_train_step(
         options, parts.model, parts.mesh, parts.optimizer, parts.schedule, parts.shapes
     )
     votes = make_votes(parts.mesh)
-    batch = batch_shapes(
-        parts.mesh, config.train.tbptt_windows, data.global_batch_size, data.sequence_length
-    )
+    batch = _batch_shapes(parts, config.train.tbptt_windows)
     began = time.monotonic()
     with parts.goodput.during("compilation"), elapsed("compiling", writers.log):
         compiled = step.lower(parts.shapes, batch, votes[0]).compile()
@@ -195,18 +198,23 @@ def _compile_step(parts: Parts, writers: Writers) -> tuple[Any, tuple[jax.Array,
     return compiled, votes
 
 
+def _batch_shapes(parts: Parts, windows: int) -> Batch:
+    data = parts.config.data
+    return batch_shapes(parts.mesh, windows, data.global_batch_size, data.sequence_length)
+
+
 def _conclude(
     parts: Parts,
     step: int,
     stop_reason: str,
     signals: Signals,
-    evaluator: Evaluator | None,
+    evaluator: Callable[..., dict[str, float]],
     log: Callable[[str], None],
 ) -> None:
     """The lines at a run's end."""
     folder = restore.checkpoint_folder(parts.config.checkpoint.directory, parts.workdir)
     log(parts.loader.summary())
-    if evaluator and evaluator.last and evaluator.gzip:
+    if isinstance(evaluator, Evaluator) and evaluator.last and evaluator.gzip:
         bits, size = evaluator.gzip
         log(
             f"validation: {evaluator.last['eval/bits_per_byte']:.4f} bits/byte; "
@@ -216,5 +224,5 @@ def _conclude(
         log(f"the data ended (config.data.epochs={parts.config.data.epochs})")
     stopped = stop_reason == "signal"
     reason = f"stopped by {signals.stop or 'a signal to another process'}; " if stopped else ""
-    on = "; the same command goes on from there" if stopped else ""
+    on = "; the same command resumes from there" if stopped else ""
     log(f"{reason}step {step} is saved in {folder}{on}")

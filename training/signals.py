@@ -1,26 +1,49 @@
-"""Being told to stop (SIGTERM, SIGINT, SIGHUP) or to profile (SIGUSR1), at any moment.
+"""Requests to stop (SIGTERM, SIGINT, SIGHUP) or to profile (SIGUSR1), at any moment.
 
 The main thread spends its time inside XLA, where Python runs no signal handlers. The interpreter
-writes each signal's number to a socket at once, and a thread reads it there: so a second signal
-ends the process even during a long compilation.
+writes each signal's number to a socket at once, and a thread reads it there: so a signal is heard
+during a long compilation, or while another process is waited for. Where a wait has nothing to save
+that is not saved already (see `Signals.waiting`), this thread ends the process.
 """
 
+import contextlib
+import dataclasses
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # make, shells and launchers pass on what their whole group was sent: one wish, heard twice.
 ECHO_SECONDS = 1.0
+_POLL_SECONDS = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """A wait of the main thread that a stop request may end.
+
+    what: for the line. seconds: how long it may last after the request. code: to exit with.
+    since: time.monotonic() when it began.
+    """
+
+    what: str
+    seconds: float
+    code: int
+    since: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class Signals:
-    """Installed when made, in the main thread. Ask `stop`, or `take_profile`."""
+    """Installed when made, in the main thread. Ask `stop`, or `take_profile`.
 
-    def __init__(self):
+    Until `started` is called there is nothing to save, and a request ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self._wait: Wait | None = Wait("before the first step of this start", 0.0, 0)
         self._stop: signal.Signals | None = None
         self._told = 0.0  # time.monotonic() of it
         self._profile = threading.Event()
@@ -35,9 +58,22 @@ class Signals:
                 signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
+    def started(self) -> None:
+        """From now on a stop request is left to the loop, which saves."""
+        self._wait = None
+
+    @contextlib.contextmanager
+    def waiting(self, what: str, seconds: float) -> Iterator[None]:
+        """A wait for others, whose end is not up to this process; see `Wait`."""
+        self._wait = Wait(what, seconds, 1)
+        try:
+            yield
+        finally:
+            self._wait = None
+
     @property
     def stop(self) -> str | None:
-        """The signal's name once the process was told to stop, else None."""
+        """The signal's name once the process was asked to stop, else None."""
         return self._stop.name if self._stop else None
 
     def take_profile(self) -> bool:
@@ -48,8 +84,14 @@ class Signals:
         return True
 
     def _listen(self) -> None:
+        self._reader.settimeout(_POLL_SECONDS)
         while True:
-            for number in self._reader.recv(64):
+            self._end_wait()
+            try:
+                numbers = self._reader.recv(64)
+            except TimeoutError:
+                continue
+            for number in numbers:
                 if number == signal.SIGUSR1:
                     self._profile.set()
                 elif number in _STOP:
@@ -63,9 +105,25 @@ class Signals:
             print(f"{number.name} again: ending at once", file=sys.stderr, flush=True)
             os._exit(128 + number)
         self._stop, self._told = number, now
+        self._end_wait()
         print(
             f"{number.name}: stopping after the step in flight and a checkpoint; "
             "again to end at once",
             file=sys.stderr,
             flush=True,
         )
+
+    def _end_wait(self) -> None:
+        """Ends the process if it was told to stop and waits for something for too long."""
+        wait, stop = self._wait, self._stop
+        if stop is None or wait is None:
+            return
+        if time.monotonic() < max(self._told, wait.since) + wait.seconds:
+            return
+        print(
+            f"stopped by {stop.name} {wait.what}: there is nothing more to save; the same command "
+            "resumes from the last checkpoint, where there is one",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(wait.code)

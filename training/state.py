@@ -14,7 +14,7 @@ from model.params import init_params, param_shardings
 
 
 class TrainState(NamedTuple):
-    """All arrays lie on the mesh; parameters, optimizer and recurrent state are float32."""
+    """All arrays are on the mesh; parameters, optimizer and recurrent state are float32."""
 
     step: jax.Array  # int32 [], steps done, the skipped ones included
     params: Any

@@ -15,6 +15,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from checkpoints.safetensors_io import Reader, Spec, WeightsError, Writer
+from model.axes import Arrays
+from model.checks import check_mesh
 from model.config import ModelConfig
 from model.convert import (
     ConvertError,
@@ -83,7 +85,7 @@ def write_folder(
 
 def read_folder(
     folder: str, mesh: Mesh, options: Mapping[str, object] | None = None
-) -> tuple[dict[str, object], ModelConfig]:
+) -> tuple[Arrays, ModelConfig]:
     """The parameters of a folder, float32 and placed on the mesh, and their model.
 
     Args:
@@ -94,6 +96,7 @@ def read_folder(
         ConvertError: config.json describes a model that we do not have.
     """
     fmt, cfg = _read_config(folder, options or {})
+    check_mesh(cfg, mesh.shape)
     reader = Reader(folder)
     table = list(tensors(fmt, cfg))
     specs = flatten(param_specs(cfg))

@@ -11,7 +11,7 @@ from errors import UserError
 
 # Numbers are not text, so none is worth an error: float takes any number of digits, int does not.
 _JSON = json.JSONDecoder(parse_int=float)
-# Planes of private use, whose characters can stand for bytes while a line is parsed.
+# Planes of private use, whose characters can represent bytes while a line is parsed.
 _PRIVATE = range(0xF0000, 0x10FF00, 0x100)
 _HEAD_BYTES = 256
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.attention.places import Blocks, Places, meeting
-from kernels.kda.vma import vary, varying_axes
+from kernels.vma import vary, varying_axes
 
 _MASKED = -1e30  # finite, so that a row with every score masked stays finite
 

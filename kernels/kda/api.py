@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from kernels.kda import checks
-from kernels.kda.chunk_math import CHUNK
-from kernels.kda.problem import FinalState, Gate, Inputs, Problem, StatePolicy
-from kernels.kda.vma import vary, varying_axes
+from kernels.kda.problem import CHUNK, FinalState, Gate, Inputs, Problem, StatePolicy
 from kernels.segments import Segments, pad_tokens, whole_row
 from kernels.select import choose
+from kernels.vma import vary, varying_axes
 
 
 def kda(
@@ -30,7 +29,7 @@ def kda(
     segments: Segments | None = None,
     *,
     initial_state: jax.Array | None = None,
-    start_state: jax.Array | None = None,
+    default_initial_state: jax.Array | None = None,
     final_state: str = "none",
     a_log: jax.Array | None = None,
     dt_bias: jax.Array | None = None,
@@ -51,17 +50,16 @@ def kda(
             |k|^2 <= 1, which a sigmoid and qk_l2norm give (NOTES.md has what happens beyond).
         segments: from `plan_segments` with the same axis_name; None: every row is one segment.
         initial_state: [B, N, H, K, V] float32; the row's n-th segment starts from slot n.
-        start_state: [H, K, V] float32; start of the segments beyond N. Without it they start from
-            0.
+        default_initial_state: [H, K, V] float32; start of the segments beyond N. Without
+            it they start from 0.
         final_state: "none", "last" or "all" (needs plan_segments(max_segments=...)).
         a_log: [H]. Given, decay is a raw gate x and the log decay is -exp(a_log) softplus(x +
             dt_bias), or lower_bound sigmoid(exp(a_log) (x + dt_bias)) with lower_bound. Without it
             decay is the log decay itself (<= 0).
-        dt_bias: [H, K], with a_log only.
-        lower_bound: in [-5, 0), with a_log only.
-        qk_l2norm: divide q and k by sqrt(sum of squares + 1e-6) first.
-        scale: factor on the output, K^-1/2 by default.
-        axis_name: the mesh axis over which T is split; the call then stands inside `jax.shard_map`.
+        dt_bias: [H, K], with a_log only. lower_bound: in [-5, 0), with a_log only. qk_l2norm:
+        divide q and k by sqrt(sum of squares + 1e-6) first. scale: factor on the output, K^-1/2 by
+        default. axis_name: the mesh axis over which T is split; the call is then made inside
+        `jax.shard_map`.
             Inputs without a T axis are the same on its ranks, and so is the returned state.
         state_policy: "remat" rebuilds in the backward what "save" keeps from the forward.
         rank_io_in_vmem: False keeps every array that the TPU kernels exchange with XLA in HBM. By
@@ -80,32 +78,34 @@ def kda(
     """
     checks.check(
         q, k, v, decay, beta, segments,
-        initial_state=initial_state, start_state=start_state, final_state=final_state, a_log=a_log,
-        dt_bias=dt_bias, lower_bound=lower_bound, scale=scale, state_policy=state_policy,
-        axis_name=axis_name,
+        initial_state=initial_state, default_initial_state=default_initial_state,
+        final_state=final_state, a_log=a_log, dt_bias=dt_bias, lower_bound=lower_bound,
+        scale=scale, state_policy=state_policy, axis_name=axis_name,
     )  # fmt: skip
-    rows, heads, length, keys = q.shape
+    name = choose(implementation, q)
     if segments is None:
-        segments = whole_row(rows, length, axis_name)
+        segments = whole_row(q.shape[0], q.shape[2], axis_name)
     many_ranks = axis_name is not None and jax.lax.axis_size(axis_name) > 1
     final = FinalState(final_state)
     problem = Problem(
         gate=_gate(a_log, lower_bound),
         lower_bound=lower_bound,
         l2norm=bool(qk_l2norm),
-        scale=keys**-0.5 if scale is None else float(scale),
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         axis_name=axis_name if many_ranks else None,
         final_state=final,
         state_policy=StatePolicy(state_policy),
         max_segments=segments.max_segments if final is FinalState.ALL else None,
         rank_io_in_vmem=rank_io_in_vmem,
     )
-    if a_log is not None:
-        a_log = a_log.astype(jnp.float32)
-        shift = jnp.zeros((heads, keys)) if dt_bias is None else dt_bias
-        dt_bias = shift.astype(jnp.float32)
-    inputs = Inputs(q, k, v, decay, beta, initial_state, start_state, a_log, dt_bias)
-    name = choose(implementation, q)
+    a_log, dt_bias = _gate_parameters(q, a_log, dt_bias)
+    inputs = Inputs(q, k, v, decay, beta, initial_state, default_initial_state, a_log, dt_bias)
+    return _attend(name, problem, inputs, segments, axis_name)
+
+
+def _attend(name: str, problem: Problem, inputs: Inputs, segments: Segments, axis_name):
+    """The core on padded tokens, typed as varying over the ranks, and what ranks share summed."""
+    length = inputs.q.shape[2]
     extra = -length % CHUNK
     inputs, segments = _pad(inputs, extra), pad_tokens(segments, extra)
     axes = varying_axes((inputs, segments)) | ({axis_name} if axis_name else set())
@@ -114,9 +114,18 @@ def kda(
     out = out[:, :, :length]
     if state is None:
         return out, None
-    if final is FinalState.ALL:
+    if problem.final_state is FinalState.ALL:
         state = jnp.where(segments.overflow[..., None, None, None], jnp.nan, state)
     return out, state if axis_name is None else jax.lax.psum(state, axis_name)
+
+
+def _gate_parameters(q: jax.Array, a_log, dt_bias):
+    """Both in float32, dt_bias 0 where only a_log is given."""
+    if a_log is None:
+        return None, None
+    if dt_bias is None:
+        dt_bias = jnp.zeros((q.shape[1], q.shape[3]))
+    return a_log.astype(jnp.float32), dt_bias.astype(jnp.float32)
 
 
 def _gate(a_log, lower_bound) -> Gate:
@@ -138,21 +147,24 @@ def _pad(inputs: Inputs, extra: int) -> Inputs:
 
 def _backend(name: str) -> ModuleType:
     """The backend's module; imported when first used, so that CPU runs never load Pallas."""
-    modules = {"mosaic_tpu": "mosaic", "chunked": "chunked", "recurrent": "recurrent"}
+    modules = {"mosaic_tpu": "tpu", "chunked": "chunked", "recurrent": "recurrent"}
     return importlib.import_module(f"kernels.kda.{modules[name]}")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@jax.named_scope("kda_forward")
 def _core(name: str, problem: Problem, inputs: Inputs, segments: Segments):
     out, final, _ = _backend(name).forward(problem, inputs, segments)
     return out, final
 
 
+@jax.named_scope("kda_forward")
 def _core_forward(name, problem, inputs, segments):
     out, final, residuals = _backend(name).forward(problem, inputs, segments)
     return (out, final), (inputs, segments, residuals)
 
 
+@jax.named_scope("kda_backward")
 def _core_backward(name, problem, saved, cotangents):
     inputs, segments, residuals = saved
     return _backend(name).backward(problem, inputs, segments, residuals, *cotangents), None

@@ -11,13 +11,13 @@ TOKEN_DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
 
 
 def check(
-    q, k, v, decay, beta, segments, *, initial_state, start_state, final_state, a_log, dt_bias,
-    lower_bound, scale, state_policy, axis_name,
+    q, k, v, decay, beta, segments, *, initial_state, default_initial_state, final_state, a_log,
+    dt_bias, lower_bound, scale, state_policy, axis_name,
 ):  # fmt: skip
     """Raise ValueError with one line naming the argument, what it is and what it must be."""
     _check_arrays(
         q=q, k=k, v=v, decay=decay, beta=beta, initial_state=initial_state,
-        start_state=start_state, a_log=a_log, dt_bias=dt_bias,
+        default_initial_state=default_initial_state, a_log=a_log, dt_bias=dt_bias,
     )  # fmt: skip
     _require(
         q.ndim == 4 and 0 not in q.shape, f"q must be [B, H, T, K] and not empty, got {q.shape}"
@@ -31,7 +31,7 @@ def check(
         "v": (v, (rows, heads, length, values)),
         "decay": (decay, (rows, heads, length, keys)),
         "beta": (beta, (rows, heads, length)),
-        "start_state": (start_state, (heads, keys, values)),
+        "default_initial_state": (default_initial_state, (heads, keys, values)),
         "a_log": (a_log, (heads,)),
         "dt_bias": (dt_bias, (heads, keys)),
     }
@@ -39,7 +39,7 @@ def check(
         fits = x is None or x.shape == shape
         _require(fits, f"{name} must be {shape} to match q {q.shape} and v {v.shape}, got", x)
     _check_dtypes(q=q, k=k, v=v, decay=decay, beta=beta)
-    _check_states(initial_state, start_state, (rows, heads, keys, values))
+    _check_states(initial_state, default_initial_state, (rows, heads, keys, values))
     _check_gate(a_log, dt_bias, lower_bound)
     _require(
         scale is None or (isinstance(scale, (int, float)) and math.isfinite(scale)),
@@ -71,7 +71,7 @@ def _require(fits: bool, message: str, x=None) -> None:
 
 
 def _check_arrays(**arrays) -> None:
-    optional = ("initial_state", "start_state", "a_log", "dt_bias")
+    optional = ("initial_state", "default_initial_state", "a_log", "dt_bias")
     for name, x in arrays.items():
         _require(
             is_array(x) or (x is None and name in optional),
@@ -89,7 +89,7 @@ def _check_dtypes(**tokens) -> None:
     )
 
 
-def _check_states(initial_state, start_state, sizes) -> None:
+def _check_states(initial_state, default_initial_state, sizes) -> None:
     rows, heads, keys, values = sizes
     if initial_state is not None:
         shape = initial_state.shape
@@ -99,7 +99,10 @@ def _check_states(initial_state, start_state, sizes) -> None:
             f"initial_state must be [B, N, H, K, V] = ({rows}, N >= 1, {heads}, {keys}, {values}), "
             f"got {shape}",
         )
-    for name, x in {"initial_state": initial_state, "start_state": start_state}.items():
+    for name, x in {
+        "initial_state": initial_state,
+        "default_initial_state": default_initial_state,
+    }.items():
         _require(x is None or x.dtype == jnp.float32, f"{name} must be float32, got {_dtype(x)}")
 
 

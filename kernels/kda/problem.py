@@ -8,9 +8,9 @@ channel):
 
 `final` is None, [B, H, K, V] (LAST) or [B, max_segments, H, K, V] (ALL), float32, and a per-rank
 partial: the sum over the ranks of `problem.axis_name` is the value. `d_final` arrives whole on
-every rank. Gradients of inputs that ranks share (initial_state, start_state, a_log, dt_bias) are
-per-rank partials likewise, and are None where the input is None. T is a multiple of 64 (the
-interface pads with padding tokens).
+every rank. Gradients of inputs that ranks share (initial_state, default_initial_state, a_log,
+dt_bias) are per-rank partials likewise, and are None where the input is None. T is a multiple of
+CHUNK (the interface pads with padding tokens).
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,9 @@ from enum import Enum
 from typing import NamedTuple
 
 import jax
+
+CHUNK = 64  # tokens a chunk, the one length that both forms are built on
+assert CHUNK & (CHUNK - 1) == 0, "levels double: CHUNK must be a power of two"
 
 
 class Gate(Enum):
@@ -77,6 +80,6 @@ class Inputs(NamedTuple):
     decay: jax.Array  # [B, H, T, K]
     beta: jax.Array  # [B, H, T]
     initial_state: jax.Array | None  # [B, N, H, K, V] float32
-    start_state: jax.Array | None  # [H, K, V] float32
+    default_initial_state: jax.Array | None  # [H, K, V] float32
     a_log: jax.Array | None  # [H] float32
     dt_bias: jax.Array | None  # [H, K] float32

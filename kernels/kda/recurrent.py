@@ -1,4 +1,4 @@
-"""Backend "recurrent": the reference behind the internal signature of `problem.py`.
+"""Backend "recurrent": the reference with the internal signature of `problem.py`.
 
 Slow and simple. Under context parallelism every rank gathers the whole row, runs it, and keeps its
 own slice; gradients are JAX's own of exactly that.
@@ -49,7 +49,7 @@ def _whole(problem: Problem, index: jax.Array, inputs: Inputs):
         *inputs[:5],
         index,
         initial_state=inputs.initial_state,
-        start_state=inputs.start_state,
+        default_initial_state=inputs.default_initial_state,
         a_log=inputs.a_log,
         dt_bias=inputs.dt_bias,
         lower_bound=problem.lower_bound,

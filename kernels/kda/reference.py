@@ -4,6 +4,8 @@ compared with (arXiv 2510.26692). Imports nothing of ours."""
 import jax
 import jax.numpy as jnp
 
+NORM_EPS = 1e-6  # added to the sum of squares that qk_l2norm divides by
+
 
 def log_decay(x, a_log=None, dt_bias=None, lower_bound=None):
     """Log decay [B, H, T, K] of the gate input x; a_log [H], dt_bias [H, K]. Forms: as given
@@ -20,8 +22,8 @@ def log_decay(x, a_log=None, dt_bias=None, lower_bound=None):
 
 
 def recurrence(
-    q, k, v, decay, beta, index, *, initial_state=None, start_state=None, a_log=None, dt_bias=None,
-    lower_bound=None, l2norm=False, scale, table_size=0, dtype=jnp.float32,
+    q, k, v, decay, beta, index, *, initial_state=None, default_initial_state=None, a_log=None,
+    dt_bias=None, lower_bound=None, l2norm=False, scale, table_size=0, dtype=jnp.float32,
 ):  # fmt: skip
     """KDA of whole rows. Shapes as in `kda`; index [B, T] is the order number of the token's
     segment, -1 at padding.
@@ -35,10 +37,11 @@ def recurrence(
         jnp.where(real, t.astype(dtype), 0) for t in (q, k, v, decay, beta[..., None])
     )
     if l2norm:
-        q, k = (t * jax.lax.rsqrt(jnp.sum(t * t, -1, keepdims=True) + 1e-6) for t in (q, k))
+        q, k = (t * jax.lax.rsqrt(jnp.sum(t * t, -1, keepdims=True) + NORM_EPS) for t in (q, k))
     a = jnp.where(real, log_decay(x, a_log, dt_bias, lower_bound), 0).astype(dtype)
 
-    fresh = jnp.zeros((heads, keys, v.shape[-1]), dtype) if start_state is None else start_state
+    fresh = default_initial_state
+    fresh = jnp.zeros((heads, keys, v.shape[-1]), dtype) if fresh is None else fresh
     fresh = jnp.broadcast_to(fresh.astype(dtype), (rows, 1, *fresh.shape))
     fresh = fresh + 0 * index[0, 0]  # under shard_map typed as varying, like what a token makes
     given = fresh[:, :0] if initial_state is None else initial_state.astype(dtype)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from kernels.kda import kda
-from kernels.kda.chunk_math import CHUNK
+from kernels.kda.problem import CHUNK
 from kernels.short_conv import short_conv, split_heads
 from model.axes import (
     CONTEXT,
@@ -230,7 +230,7 @@ def _mix_local(cfg, axis_name, params, streams, decay, beta, segments, begin):
         jnp.moveaxis(beta, 2, 1),
         segments,
         initial_state=begin["state"][:, None] if cfg.carry else None,
-        start_state=params.get("start_state"),
+        default_initial_state=params.get("start_state"),
         final_state="last" if cfg.carry else "none",
         a_log=params["a_log"],
         dt_bias=params["dt_bias"],

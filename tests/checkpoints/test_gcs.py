@@ -38,7 +38,7 @@ def saved(place, lines, *steps: int) -> Manager:
 
 
 def wait_for_writers(manager):
-    """A save that failed in one thread goes on in others; a run that ends takes them along."""
+    """A save that failed in one thread continues in others; a run that ends takes them along."""
     for thread in threading.enumerate():
         if isinstance(thread, _SignalingThread):
             threading.Thread.join(thread, 60)  # its own would raise what it failed with
@@ -206,7 +206,7 @@ def test_a_run_that_is_stopped_refused_and_sent_away_loses_nothing(gcs, place, t
     run.until("stopping after the step")
     gcs.fault = lambda request: None
     hold.go_on.set()
-    assert f"is saved in {place}; the same command goes on from there" in run.end(0)
+    assert f"is saved in {place}; the same command resumes from there" in run.end(0)
     before = marked(gcs, place)
     gcs.fault = refuse("POST", "^run/15/state/")
     done = train(tmp_path / "bucket", *arguments, code=1)

@@ -1,4 +1,4 @@
-"""Documents in memory whose every token is a number of its own, and an oracle that packs naively.
+"""Documents in memory whose every token is another number, and an oracle that packs naively.
 
 A document's text is its tokens as four-byte words, so that a token that is lost, repeated or out of
 place shows by its number.
@@ -28,7 +28,7 @@ class WordTokenizer:
 
 
 class MemorySource:
-    """Documents of the given numbers of words; -1 stands for a broken record."""
+    """Documents of the given numbers of words; -1 is a broken record."""
 
     described = "memory"
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -130,7 +131,7 @@ def test_targets_cross_ranks_and_rows(config):
 
 @pytest.mark.parametrize("packing", ["stream", "whole"])
 def test_rows_of_a_single_text_file_differ(tmp_path, packing):
-    """Each row reads parts of its own: within an epoch no line is read twice."""
+    """Each row reads other parts: within an epoch no line is read twice."""
     file = tmp_path / "input.txt"
     text = b"".join(b"%07d\n" % number for number in range(64_000))
     file.write_bytes(text)
@@ -469,6 +470,49 @@ def test_what_was_met_is_counted(tmp_path):
         }
         line = source.summary()
         assert "6 documents" in line and "2 empty" in line and "\n" not in line
+
+
+@pytest.mark.parametrize(("broken", "announced"), [(0, 0), (1, 0), (20, 1), (150, 1)])
+def test_many_broken_documents_are_reported_when_first_seen(tmp_path, broken, announced):
+    good = [json.dumps({"text": f"document {i}"}) for i in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join(good + ['{"text": null}'] * broken))
+    path = str(tmp_path / "a.jsonl")
+    config = DataConfig(source="jsonl", path=path, eval_path=path, sequence_length=32, epochs=2)
+    lines: list[str] = []
+    with loader(config, log=lines.append) as source:
+        made = sum(1 for _ in itertools.takewhile(lambda _: not lines, source))
+        assert len(lines) == announced
+        made += sum(1 for _ in source)
+        assert source.counts()["broken"] == 2 * broken and made > 50
+    assert len(lines) == announced
+    for line in lines:
+        assert "documents so far are broken or null and skipped" in line and path in line
+
+
+def test_the_epoch_is_counted(config):
+    with loader(change(config, epochs=2)) as source:
+        assert source.epoch() == 0
+        epochs = [source.epoch() for _ in source]
+    assert epochs == sorted(epochs)
+    assert source.epoch() == 2
+
+
+def test_a_wait_for_data_has_a_limit(config, monkeypatch):
+    """`ready` waits no longer than its limit; then nothing else waits."""
+    read, gate = DocumentSource.__getitem__, threading.Event()
+    monkeypatch.setattr(
+        DocumentSource, "__getitem__", lambda self, i: gate.wait() and read(self, i)
+    )
+    with loader(change(config, epochs=1)) as source:
+        began = time.monotonic()
+        assert not source.ready(0.2) and not source.ready(0.0)
+        assert 0.2 <= time.monotonic() - began < 5
+        gate.set()
+        batches = 0
+        while source.ready(60) and source.has_more():
+            next(source)
+            batches += 1
+        assert batches > 3 and source.ready(0.0) and not source.has_more()
 
 
 @pytest.mark.parametrize("packing", ["stream", "whole"])

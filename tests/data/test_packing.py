@@ -13,8 +13,9 @@ from data.options import DataConfig
 from data.packing import Record
 from data.pipeline import Batches, HostBatch, count_batches, shared_out
 from data.readers.reader import Document
-from data.stream import Corpus
+from data.stream import Corpus, Counts, StreamReader
 from data.tokenizer import ByteTokenizer
+from errors import DataError
 from tests.data.memory_source import EOS, FIRST, corpus, naive_row, naive_stream_rows, tokens_of
 
 # Lengths in words: empty, broken (-1), one word, around a row's length and far beyond it.
@@ -156,7 +157,7 @@ def naive_whole_rows(tokens: list[dict[str, int]], length: int, bins: int) -> li
     data=st.data(),
 )
 def test_assigning_anew_loses_and_repeats_nothing(lengths, changes, length, epochs, data):
-    """A run that goes on with other rows, several times, still reads each token once an epoch."""
+    """A run that continues with other rows, several times, still reads each token once an epoch."""
     seen: Counter = Counter()
     previous = None
     for number, rows in enumerate(changes):
@@ -329,3 +330,38 @@ def test_evaluation_keeps_the_documents_order():
 @pytest.mark.parametrize(("rows", "workers", "used"), [(4, 3, 2), (3, 8, 3), (5, 4, 1), (4, 0, 0)])
 def test_workers_share_rows_evenly(rows, workers, used):
     assert shared_out(rows, workers) == used
+
+
+class Failing(BytesSource):
+    """Documents of which, from some number of reads on, only every n-th has text."""
+
+    def __init__(self, count: int, reads: int, keep: int, first: int = 1):
+        super().__init__([b"text"] * count)
+        self._reads, self._keep, self._first = reads, keep, first
+        self._read = 0
+
+    def __getitem__(self, index: int) -> Document:
+        self._read += 1
+        every = self._first if self._read <= self._reads else self._keep
+        return Document(b"text") if self._read % every == 0 else Document(b"", broken=True)
+
+
+def read(source: Failing, shuffle: bool, documents: int) -> Counts:
+    assigner = DocumentAssigner(source.sizes, streams=1, seed=0, epochs=0, shuffle=shuffle)
+    reader = StreamReader(
+        Corpus(source, ByteTokenizer(), assigner, 8), 0, stream.Position(), Counts()
+    )
+    while reader.counts.looked_at < documents:
+        reader.take(8)
+    return reader.counts
+
+
+def test_a_run_whose_documents_lose_their_text_stops():
+    """At once all of them or nearly; not where a part is lost, as of a file out of many."""
+    for keep in (10**9, 200):
+        with pytest.raises(DataError, match=r"of the last 500 documents .*had text"):
+            read(Failing(10_000, reads=3_000, keep=keep), True, 9_000)
+    assert read(Failing(10_000, reads=3_000, keep=2), True, 9_000).broken == 3_000
+    # Sparse from the beginning: that is the corpus. In the documents' own order: that is a part.
+    assert read(Failing(10_000, reads=0, keep=200), True, 9_000).documents == 45
+    assert read(Failing(10_000, reads=3_000, keep=300), False, 9_000).broken > 5_000

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from data.text_stream import TextStream
 from data.tokenizer import bytes_of_tokens, make_tokenizer, readable_text
 
 LINES = [
     "def reader(text): return text  # an old line",
-    "Straße, naïve café, 漢字 and 🎉 stand in one line",
+    "Straße, naïve café, 漢字 and 🎉 are in one line",
     "    indented\tlines, with  two  spaces and a new\nline",
 ] * 20
 # Text as it comes: any characters, and bytes that are none.
@@ -125,7 +126,7 @@ def test_bytes_stand_where_the_text_does(files):
     model = sentencepiece.SentencePieceProcessor(model_file=files["unigram"])
     ids, nbytes = make_tokenizer(files["unigram"]).encode(b"return text")
     pieces = [model.id_to_piece(int(i)) for i in ids]
-    # The mark that the first piece begins with stands for no byte of the text.
+    # The mark that the first piece begins with is no byte of the text.
     assert nbytes.tolist() == [len(piece) - (i == 0) for i, piece in enumerate(pieces)]
 
 
@@ -218,3 +219,19 @@ def test_an_empty_vocabulary_is_refused(tmp_path):
     tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token="[UNK]")).save(path)
     with pytest.raises(ValueError, match=r"config\.data\.tokenizer=.*vocabulary is empty"):
         make_tokenizer(path)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "byte_level", "unigram"])
+def test_decoding_gives_the_text_back_without_its_begin_and_end(files, kind):
+    tokenizer = make_tokenizer(files.get(kind, kind))
+    text = "def café(漢): return 🎉"
+    ids, _ = tokenizer.encode(text.encode())
+    assert tokenizer.decode([tokenizer.bos_id, *ids.tolist(), tokenizer.eos_id]) == text
+
+
+def test_streamed_text_of_a_tokenizer_is_its_text(files):
+    tokenizer = make_tokenizer(files["byte_level"])
+    text = "naïve 漢字 and 🎉 in one line"
+    ids, _ = tokenizer.encode(text.encode())
+    stream = TextStream(tokenizer)
+    assert "".join(stream.push(int(i)) for i in ids) + stream.flush() == text

@@ -97,7 +97,7 @@ def test_results_are_finite_and_gradients_reach_every_parameter(one_device):
 
 
 def test_packed_documents_are_the_documents_alone(case, one_device):
-    """Each document in a batch of its own, from the first position: the same hidden states."""
+    """Each document in a separate batch, from the first position: the same hidden states."""
     params, _, batch = case
     alone = {"tokens": [], "segment_ids": []}
     where = []

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from errors import DataError
 from tests.model_cases import KDA
 from tests.training.step_numbers import numbers
 from training import loop
@@ -18,7 +19,7 @@ class Stub:
     def __init__(self, steps=100, log=1, evals=0, saves=0, batches=100, trace_ends=None, vote=None):
         self.events = []
         self.trace_ends, self.vote, self.left = trace_ends, vote, batches
-        self.told_in_batch = None
+        self.told_in_batch, self.stuck_after = None, None
         note = self.events.append
         meter, writers, profiler, saver, signals = (type("", (), {})() for _ in range(5))
         meter.start = lambda: note("idle")
@@ -32,6 +33,8 @@ class Stub:
         saver.save = lambda step, state, score: note(("save", step, score))
         saver.check = lambda: None
         signals.stop, signals.take_profile = None, lambda: False
+        signals.started = lambda: None
+        signals.waiting = lambda what, seconds: contextlib.nullcontext()
         counter = itertools.count(1)
 
         def step(state, batch, vote):
@@ -45,6 +48,7 @@ class Stub:
             step=step,
             votes=(0, 1),
             batches=self._batches(),
+            ready=lambda seconds: self.stuck_after is None or self.left > self.stuck_after,
             more=lambda: self.left > 0,
             epoch=lambda: 0.5,
             evaluate=self._evaluate,
@@ -150,3 +154,55 @@ def test_a_vote_to_stop_saves_before_a_due_evaluation():
     stub = Stub(evals=3, vote=3)
     assert stub.loop.run() == (3, "signal")
     assert stub.events.index(("save", 3, None)) < stub.events.index(("evaluated", 0))
+
+
+def test_told_to_stop_while_waiting_for_data_the_last_step_is_saved():
+    """Of ten batches five come; the others never do."""
+    stub = Stub(batches=10)
+    stub.stuck_after = 5
+    polls = itertools.count()
+    ready = stub.loop.ready
+
+    def told_in_the_third_poll(seconds):
+        if not ready(seconds) and next(polls) == 2:
+            stub.loop.signals.stop = "SIGTERM"
+        return ready(seconds)
+
+    stub.loop.ready = told_in_the_third_poll
+    assert stub.loop.run() == (5, "signal")
+    assert stub.of("report")[-1][1] == 5 and stub.of("save")[-1][1] == 5
+
+
+@pytest.mark.parametrize(("log", "saves"), [(1, 0), (50, 0), (1, 6), (50, 6)])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_data_that_fail_leave_the_last_step_reported_and_saved(monkeypatch, log, saves, processes):
+    """Once each, whether or not it was due; not where other processes are in the next step."""
+    stub = Stub(log=log, saves=saves)
+
+    def batches():
+        yield from [object()] * 6
+        raise DataError("a file has changed")
+
+    stub.loop.batches = batches()
+    monkeypatch.setattr("jax.process_count", lambda: processes)
+    with pytest.raises(DataError, match="a file has changed"):
+        stub.loop.run()
+    assert len(stub.of("step")) == 6
+    if processes == 1:
+        assert stub.of("report")[-1] == ("report", 6, False)
+        assert stub.of("save")[-1] == ("save", 6, None)
+    steps = [event[1] for event in stub.of("report")]
+    assert len(steps) == len(set(steps))
+
+
+def test_data_that_fail_at_once_leave_nothing_to_save():
+    stub = Stub()
+
+    def batches():
+        raise DataError("a file has changed")
+        yield
+
+    stub.loop.batches = batches()
+    with pytest.raises(DataError):
+        stub.loop.run()
+    assert not stub.of("save")

@@ -20,7 +20,7 @@ from tests.trainer import (
     train,
 )
 
-pytestmark = pytest.mark.timeout(1200)  # each run has a limit of its own
+pytestmark = pytest.mark.timeout(1200)  # each run has its own limit
 
 MESH = ["--config.mesh.context=4", "--config.eval.batches=2"]
 
@@ -33,7 +33,7 @@ def start(workdir, *arguments: str) -> list[Running]:
 
 @pytest.mark.slow
 def test_two_processes_are_one_run(tmp_path):
-    """Losses, validation, one set of reports and one checkpoint, which one process goes on from."""
+    """Losses, validation, one set of reports and one checkpoint, which one process resumes from."""
     both = start(tmp_path / "two", "--config.train.steps=12")
     texts = [run.end(0) for run in both]
     assert "step 12/12" in texts[0] and "step 12/12" not in texts[1], "only the first one reports"

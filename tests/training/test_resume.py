@@ -1,6 +1,7 @@
 """Going on: bit for bit after any end, on other meshes, from other runs, or a clear refusal."""
 
 import json
+import math
 import random
 import shutil
 import signal
@@ -9,12 +10,12 @@ import time
 import pytest
 
 from checkpoints.manager import Manager
-from configs import base
+from configs import base, smoke
 from tests.tolerances import RESUMED_ON_ANOTHER_MESH
 from tests.trainer import Running, digests_of, learning, reports, steps_on_disk, train
-from training.resume import differences
+from training.resume import differences, rate_jump
 
-pytestmark = pytest.mark.timeout(1200)  # each run has a limit of its own
+pytestmark = pytest.mark.timeout(1200)  # each run has its own limit
 
 # Four ranks share a row's 128 tokens; documents are longer than that, so the carry matters.
 MESH = "--config.mesh.context=4"
@@ -207,8 +208,8 @@ def test_killed_fifty_times_at_any_moment(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_told_to_stop_at_any_moment(tmp_path, number):
     """Twenty times, mostly in evaluations and saves, which come with every step here; also while
-    it starts, restores and compiles. Each time one step is saved, the exit code is 0, and the
-    losses in the end are those of a run that was never stopped."""
+    it starts, restores and compiles, when nothing is new. The exit code is 0, and the losses in
+    the end are those of a run that was never stopped."""
     arguments = ["--config.train.steps=400", "--config.checkpoint.every=1", "--config.eval.every=1"]
     train(tmp_path / "whole", *arguments)
     chance, stopped, steps = random.Random(1), tmp_path / "stopped", [-1]
@@ -220,7 +221,9 @@ def test_told_to_stop_at_any_moment(tmp_path, number):
         run.signal(number)
         text = run.end(0)
         steps.append(steps_on_disk(stopped)[-1])
-        assert f"stopped by {number.name}; step {steps[-1]} is saved" in text, text
+        starting = f"stopped by {number.name} before the first step of this start"
+        saved = f"stopped by {number.name}; step {steps[-1]} is saved"
+        assert starting in text or saved in text, text
         assert steps[-2] <= steps[-1] < 400
     train(stopped, *arguments)
     assert learning(stopped) == learning(tmp_path / "whole")
@@ -247,3 +250,45 @@ def test_differences_tell_another_model_from_other_options():
         "config.train.new is None there and 1 here",
     ]
     assert differences(saved, saved, meanings) == type(found)([], [], [])
+
+
+def extended(group: str, **changes) -> tuple[dict, dict]:
+    """The smoke config, and with changes."""
+    before, after = smoke.get_config(), smoke.get_config()
+    after[group].update(changes)
+    return before.to_dict(), after.to_dict()
+
+
+def test_a_learning_rate_that_jumps_on_extension_is_named_from_and_to():
+    """By hand: the cosine's last rate before the end, and the one of twice as many steps."""
+    before, after = extended("train", steps=40)
+    for config in (before, after):
+        config["optimizer"]["schedule_steps"] = 0
+    line = rate_jump(before, after, 20)
+
+    def at(step, steps):
+        return 3e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 5) / (steps - 5))) / 2)
+
+    assert f"from {at(19, 20):.2e} at step 20 to {at(20, 40):.2e} at step 21" in line
+    assert "--config.optimizer.schedule_steps=20 keeps" in line
+    after["optimizer"]["schedule_steps"] = 20
+    assert not rate_jump(before, after, 20), "as the line advises"
+
+
+@pytest.mark.parametrize(
+    ("changes", "jumps"),
+    [
+        ({"learning_rate": 1e-3}, True),
+        ({"schedule": "wsd", "decay_steps": 5}, True),
+        ({"warmup_steps": 15}, True),
+        ({"weight_decay": 0.2}, False),
+        ({"learning_rate": 3.001e-3}, False),
+    ],
+)
+def test_other_options_of_the_schedule_jump_as_well(changes, jumps):
+    line = rate_jump(*extended("optimizer", **changes), 10)
+    assert ("set back" in line) is jumps, line
+
+
+def test_a_longer_run_of_a_schedule_of_its_own_length_does_not_jump():
+    assert not rate_jump(*extended("train", steps=40), 20)

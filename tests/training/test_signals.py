@@ -1,8 +1,37 @@
 """Signals, but for what only whole runs show: test_train.py."""
 
+import signal
 import threading
 
-from training.signals import Signals
+import pytest
+
+from training import signals as signals_module
+from training.signals import Signals, Wait
+
+
+@pytest.mark.parametrize(
+    ("told", "wait", "code"),
+    [
+        (100.0, Wait("while starting", 0.0, 0, since=50.0), 0),
+        (100.0, Wait("while waiting", 8.0, 1, since=99.0), None),  # 108 s is not over
+        (100.0, Wait("while waiting", 8.0, 1, since=90.0), None),
+        (95.0, Wait("while waiting", 8.0, 1, since=90.0), 1),
+        (20.0, Wait("while waiting", 8.0, 1, since=99.0), None),  # it has only just begun
+        (20.0, None, None),
+        (None, Wait("while waiting", 0.0, 1, since=90.0), None),
+    ],
+)
+def test_a_wait_ends_so_long_after_the_request_and_its_own_beginning(
+    monkeypatch, capsys, told, wait, code
+):
+    ended = []
+    monkeypatch.setattr(signals_module.os, "_exit", ended.append)
+    monkeypatch.setattr(signals_module.time, "monotonic", lambda: 105.0)
+    signals = Signals.__new__(Signals)  # without handlers, which would be pytest's as well
+    signals._wait, signals._stop, signals._told = wait, told and signal.SIGTERM, told or 0.0
+    signals._end_wait()
+    assert ended == ([] if code is None else [code])
+    assert capsys.readouterr().err.count("\n") == len(ended)
 
 
 class AskedMeanwhile(threading.Event):
@@ -15,6 +44,6 @@ class AskedMeanwhile(threading.Event):
 
 
 def test_a_profile_that_is_asked_for_while_one_looks_is_not_forgotten():
-    signals = Signals.__new__(Signals)  # without handlers, which would be pytest's as well
+    signals = Signals.__new__(Signals)
     signals._profile = AskedMeanwhile()
     assert [signals.take_profile() for _ in range(2)] == [False, True]

@@ -8,14 +8,15 @@ import stat
 import time
 
 import jax
+import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.trainer import Running, learning, reports, steps_on_disk, train
+from tests.trainer import Running, learning, reports, steps_on_disk, take_port, train
 from training.descriptions import DESCRIPTIONS
 from training.signals import ECHO_SECONDS
 
-pytestmark = pytest.mark.timeout(1200)  # each run has a limit of its own
+pytestmark = pytest.mark.timeout(1200)  # each run has its own limit
 
 # Logged where there is a peak to compare with, a device that reports its memory, or the option.
 SELDOM = {"perf/mfu", "memory/peak_bytes_per_device", "learning/z_loss"}
@@ -119,18 +120,60 @@ def test_told_to_stop_saves_one_step_and_says_how_to_go_on(tmp_path, number):
     text = run.end(0)
     last = max(reports(tmp_path))
     assert steps_on_disk(tmp_path)[-1] == last >= 5
-    assert f"stopped by {number.name}; step {last} is saved" in text and "goes on from" in text
+    assert (
+        f"stopped by {number.name}; step {last} is saved" in text and "resumes from there" in text
+    )
 
 
-@pytest.mark.slow
-def test_told_to_stop_before_the_first_step(tmp_path):
-    run = Running(tmp_path)
-    run.until(" parameters")
-    run.signal(signal.SIGTERM)
-    assert "step 0 is saved" in run.end(0)
-    assert steps_on_disk(tmp_path) == [0]
-    train(tmp_path, "--config.train.steps=1")
-    assert steps_on_disk(tmp_path) == [0, 1]
+# A compilation that does not end; JAX is imported early and has to know its devices.
+ENDLESS_COMPILATION = """
+import os, time
+os.environ["JAX_PLATFORMS"] = "cpu"
+from training import run
+run._compile_step = lambda *_: (print("compiling", flush=True), time.sleep(900))
+"""
+
+
+def stopped_within(run: Running, seconds: float, number: int = signal.SIGTERM) -> str:
+    """Sends one signal; the run must end in order, soon. Returns its lines."""
+    began = time.monotonic()
+    run.signal(number)
+    text = run.end(0)
+    assert time.monotonic() - began < seconds, text
+    return text
+
+
+def test_told_to_stop_during_compilation(tmp_path):
+    run = Running(tmp_path, first=ENDLESS_COMPILATION)
+    run.until("compiling")
+    assert "stopped by SIGTERM before the first step" in stopped_within(run, 10)
+    assert steps_on_disk(tmp_path) == []
+
+
+def test_told_to_stop_while_waiting_for_the_coordinator(tmp_path):
+    port = f"--coordinator=localhost:{take_port()}"
+    waits = 'print("waiting", flush=True)'
+    two = ["--config.mesh.context=2", port, "--processes=2", "--process_id=1"]
+    run = Running(tmp_path, *two, first=waits)
+    run.until("waiting")
+    time.sleep(3)  # it imports JAX and asks for the coordinator, which never comes
+    assert "stopped by SIGTERM before the first step" in stopped_within(run, 10)
+
+
+def test_told_to_stop_while_waiting_for_data(tmp_path):
+    """A data worker is suspended, as one whose file system hangs."""
+    run = Running(
+        tmp_path, "--config.data.workers=1", "--config.train.steps=100000", "--config.eval.every=0"
+    )
+    run.until("step 3/")
+    children = psutil.Process(run.process.pid).children()
+    worker = next(child for child in children if "spawn_main" in " ".join(child.cmdline()))
+    worker.suspend()
+    time.sleep(5)  # what was made ahead is used up
+    text = stopped_within(run, 20)
+    last = max(reports(tmp_path))
+    assert f"stopped by SIGTERM; step {last} is saved" in text
+    assert steps_on_disk(tmp_path)[-1] == last >= 3
 
 
 def test_told_to_stop_twice_ends_at_once(tmp_path):

@@ -63,7 +63,7 @@ class Loop:
 @dataclass(frozen=True)
 class Schedule:
     """Bundles of all programs of a compilation, by name. Programs of one name are added up; `trees`
-    has the loops of one of them."""
+    has the loops of the last one."""
 
     programs: dict[str, int] = field(default_factory=dict)
     trees: dict[str, Loop] = field(default_factory=dict)
@@ -71,6 +71,11 @@ class Schedule:
     @property
     def total(self) -> int:
         return sum(self.programs.values())
+
+    @property
+    def latest(self) -> dict[str, int]:
+        """Bundles of the last program of each name: the compiler may compile one twice."""
+        return {name: tree.bundles() for name, tree in self.trees.items()}
 
     def of(self, name: str) -> int:
         """Bundles of the kernels with `name` in their names."""
@@ -80,7 +85,7 @@ class Schedule:
 def read(dump: str) -> Schedule:
     """All schedules of a dump directory."""
     schedule = Schedule()
-    for path in pathlib.Path(dump).glob("*-final_bundles.txt"):
+    for path in sorted(pathlib.Path(dump).glob("*-final_bundles.txt")):  # by time
         match = KERNEL_FILE.match(path.name)
         if match and "schedule-analysis" not in path.name:
             name = match.group(1)

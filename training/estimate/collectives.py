@@ -85,7 +85,7 @@ def _kind(opcode: str) -> str:
 
 
 def _collective_of(module: Module, instruction: Instruction) -> Instruction | None:
-    """The collective that an instruction is, or starts by a computation of its own."""
+    """The collective that an instruction is, or that it starts in a called computation."""
     if _kind(instruction.opcode) in KINDS:
         return instruction
     if instruction.opcode in ("async-start", "call-start", "fusion", "custom-call-start"):

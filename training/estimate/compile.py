@@ -1,4 +1,4 @@
-"""Compiles a config's training step for an absent TPU, in a process of its own.
+"""Compiles a config's training step for an absent TPU, in a separate process.
 
 libtpu reads its options from the environment before JAX starts, so `compile_step` starts
 `python -m training.estimate.compile FOLDER TOPOLOGY` with the config on stdin. The child leaves

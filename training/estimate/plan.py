@@ -22,6 +22,7 @@ from training.estimate.timeline import (
     CONTEXT,
     Event,
     events_of,
+    instantaneous,
     seconds_of,
     simulate,
 )
@@ -48,8 +49,8 @@ class CollectiveSum:
 class StepTime:
     """Estimated seconds of one step.
 
-    kernels: of Pallas kernels. collectives: exposed, over other axes than context. waiting: of
-    context ranks for each other, with their collectives.
+    kernels: of Pallas kernels. collectives: exposed, over all axes. waiting: of context ranks for
+    each other, beside the collectives' own time.
     """
 
     total: float
@@ -115,7 +116,7 @@ def _assemble(
 ) -> Plan:
     generation = topology.generation
     mesh = {axis: config.mesh[axis] for axis in MESH_AXES}
-    found = works(module, schedule.programs)
+    found = works(module, schedule.latest)
     exchanged = collectives(module, found, mesh)
     events = events_of(found, exchanged, schedule.trees, generation)
     time = step_time(found, exchanged, events, mesh[CONTEXT], generation)
@@ -166,7 +167,7 @@ def step_time(
     generation: Generation,
 ) -> StepTime:  # fmt: skip
     """The estimate of one step: the last context rank's time, and what it is made of."""
-    timeline = simulate(events, ranks)
+    timeline, waiting = simulate(events, ranks), simulate(instantaneous(events), ranks)
     others = [c for c in exchanged if CONTEXT not in c.axes]
     kernels = sum(
         work.visit.times * seconds_of(work, generation)
@@ -176,8 +177,10 @@ def step_time(
     return StepTime(
         total=timeline.seconds,
         kernels=kernels,
-        collectives=sum(c.times * c.exposed_seconds(generation) for c in others),
-        waiting=timeline.seconds - timeline.work,
+        collectives=sum(c.times * c.exposed_seconds(generation) for c in others)
+        + timeline.seconds
+        - waiting.seconds,
+        waiting=waiting.seconds - waiting.work,
     )
 
 

@@ -69,7 +69,7 @@ def _visit(
 
 
 def works(module: Module, programs: Mapping[str, int]) -> list[Work]:
-    """Every instruction's work. programs: bundles by name, from `bundles.read`."""
+    """Every instruction's work. programs: bundles by name, as `bundles.Schedule.latest`."""
     found = list(visits(module))
     counts = _counts(found, programs)
     return [
@@ -149,10 +149,16 @@ def _use(fused: Computation, name: str, user: Instruction) -> int | None:
         return user.bytes
     if user.opcode == "dynamic-update-slice" and user.operands[0] == name:
         return 0
-    if user.opcode == "bitcast":
+    if _same_buffer(user):
         parts = [_use(fused, user.name, further) for further in _users(fused, user.name)]
         return None if None in parts or not parts else sum(part or 0 for part in parts)
     return None
+
+
+def _same_buffer(instruction: Instruction) -> bool:
+    """Whether the result is the operand's buffer under another layout, in a fusion."""
+    aliased = "output_to_operand_aliasing={{}: (0, {})}" in instruction.attributes
+    return instruction.opcode == "bitcast" or (instruction.opcode == "fusion" and aliased)
 
 
 def _fusion_writes(fused: Computation, instruction: Instruction) -> int:
@@ -167,7 +173,7 @@ def _fusion_writes(fused: Computation, instruction: Instruction) -> int:
 
 def updated(fused: Computation, leaf: Instruction) -> Instruction | None:
     """The update that a result writes into an existing buffer, or None."""
-    while leaf.opcode in _ALIASES and leaf.operands:
+    while (leaf.opcode in _ALIASES or _same_buffer(leaf)) and leaf.operands:
         leaf = fused.by_name[leaf.operands[0]]
     if leaf.opcode != "dynamic-update-slice":
         return None

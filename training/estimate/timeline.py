@@ -99,6 +99,19 @@ def simulate(events: tuple[Event, ...], ranks: int) -> Timeline:
     return Timeline(max(run.clocks), run.work)
 
 
+def instantaneous(events: tuple[Event, ...]) -> tuple[Event, ...]:
+    """The events with collectives that take no time; ranks still wait for each other in them."""
+
+    def change(event: Event) -> Event:
+        if isinstance(event, Wait):
+            return dataclasses.replace(event, seconds=0.0)
+        return (
+            Repeat(event.trips, instantaneous(event.body)) if isinstance(event, Repeat) else event
+        )
+
+    return tuple(change(event) for event in events)
+
+
 class _Run:
     """Clocks of all ranks, and when each reached the starts of collectives."""
 

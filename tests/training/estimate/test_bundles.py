@@ -56,3 +56,4 @@ def test_a_folder_is_read_program_by_program(tmp_path):
     found = bundles.read(str(tmp_path))
     assert found.programs == {"fusion.1": 41, "kda_forward.2": 82}
     assert (found.total, found.of("kda_forward")) == (123, 82)
+    assert found.latest == {"fusion.1": 41, "kda_forward.2": 41}

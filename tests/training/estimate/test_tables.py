@@ -7,7 +7,7 @@ from configs import check
 from tests.training.estimate.programs import BUNDLES, TEXT
 from training.estimate import hlo, program, suggest
 from training.estimate.collectives import collectives
-from training.estimate.timeline import Busy, Relay, Repeat, Start, Wait
+from training.estimate.timeline import Busy, Relay, Repeat, Start, Wait, instantaneous
 from training.estimate.topology import Topology
 
 FORWARD = Relay(1.0, 1.0, 0.0, 2, 0.0, 0.0, backward=False)
@@ -24,7 +24,7 @@ def test_one_call_is_a_layers_kernels():
 
 
 def test_instantaneous_collectives_still_synchronise():
-    changed = cp_timeline.instantaneous(EVENTS)
+    changed = instantaneous(EVENTS)
     assert changed[0] == Repeat(3, (FORWARD, Start("a"), Wait("a", 0.0)))
     assert changed[1] == EVENTS[1]
 
@@ -45,6 +45,15 @@ def test_a_section_of_the_document_is_replaced_and_the_rest_kept():
     once = plans.replace_section(text, "x", iter(["new"]))
     assert once == text.replace("old", "new")
     assert plans.replace_section(once, "x", iter(["new"])) == once
+
+
+def test_a_config_has_one_row_in_the_order_of_the_configs():
+    text = "\n".join(["a", *plans.marks("plans"), "b", ""])
+    for row in ("| kda_1b | old |", "| smoke | x |", "| kda_1b | new |"):
+        text = plans.with_row(text, row)
+    begin, end = plans.marks("plans")
+    rows = ["| smoke | x |", "| kda_1b | new |"]
+    assert text == "\n".join(["a", begin, *plans.PLAN_HEAD, *rows, end, "b", ""])
 
 
 def test_the_calibration_states_its_errors():

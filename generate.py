@@ -1,0 +1,64 @@
+"""Continues text from a checkpoint or from a Hugging Face folder of weights.
+
+    python generate.py --workdir runs/kda_cp4 --prompt "def main("
+
+Text is printed as it is generated, the speed at the end on stderr.
+"""
+
+import argparse
+import sys
+import time
+
+from training import devices, entry
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags; their texts are the documentation."""
+    parser = entry.parser(__doc__)
+    entry.add_model_source(parser)
+    add = parser.add_argument
+    add("--prompt", action="append", help="text to continue; several are continued as a batch")
+    add("--prompt_file", help="file whose text is continued")
+    add("--max_tokens", type=int, default=256, help="tokens to generate, >= 1 (default 256)")
+    add("--temperature", type=float, default=1.0, help="0: the most likely token (default 1)")
+    add("--top_k", type=int, default=0, help="sample from the k most likely tokens; 0: from all")
+    add("--top_p", type=float, default=1.0, help="sample from this probability mass (default 1)")
+    add(
+        "--attention_memory",
+        type=int,
+        default=4096,
+        help="tokens that attention layers, where "
+        "there are any, see before a new one (default 4096)",
+    )
+    add("--seed", type=int, default=0, help="seed of the samples, >= 0 (default 0)")
+    return parser
+
+
+def main(flags: argparse.Namespace) -> None:
+    """Loads the model, prints the continuations and the speed."""
+    devices.start_jax(flags.tensor, "", devices.Processes())
+    from training import generate  # imports JAX, whose devices are chosen now
+
+    sampling = generate.sampling(flags.temperature, flags.top_k, flags.top_p)
+    prompts = generate.read_prompts(flags.prompt or [], flags.prompt_file)
+    session = generate.open_session(
+        generate.Source(flags.workdir, flags.weights, flags.tokenizer, flags.compute_dtype),
+        flags.tensor,
+        flags.attention_memory,
+    )
+    began = time.perf_counter()
+    texts = [""] * len(prompts)
+    for row, text in session.stream(prompts, flags.max_tokens, sampling, flags.seed):
+        texts[row] += text
+        if len(prompts) == 1:  # of several, the pieces would mix
+            print(text, end="", flush=True)
+    if len(prompts) == 1:
+        print(flush=True)
+    else:
+        for prompt, text in zip(prompts, texts):
+            print(f"=== {prompt.decode(errors='replace')}\n{text}", flush=True)
+    print(session.speed(time.perf_counter() - began), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    entry.run(main, make_parser())

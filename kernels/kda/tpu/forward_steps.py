@@ -1,0 +1,173 @@
+"""One step of the forward kernel on tiles in VMEM: local work, the state through a chunk, and
+chunks that are cut into pieces. `s` holds the kernel's VMEM by name, see forward.py."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels.kda.tpu import pair_tiles as tiles
+from kernels.kda.tpu.pair_tiles import C
+from kernels.kda.tpu.plan import Plan, Ref, Tile
+
+LOCKSTEP = 4  # units whose scores are computed side by side; more only spill
+
+
+def whole_step(plan: Plan, ops, outs, s: dict[str, Any], g, j, slot) -> None:
+    """Step j of group g, all of it: local work of its chunks, then the state through each."""
+    tile = Tile(plan, ops.gate, s, g, slot)
+    units = [(c, p) for c in range(plan.chunks) for p in range(plan.group)]
+    locals_ = local_work(plan, tile, s, units)
+    put_matrices(s, slot, units, locals_)
+    for c in range(plan.chunks):
+        here = locals_[c * plan.group : (c + 1) * plan.group]
+        save_states(plan, s, slot, c)
+        if plan.pieces:
+            _pieces(plan, ops, outs, s, tile, g, j * plan.chunks + c, slot, c)
+        else:
+            pass_chunk(plan, s, here, slot, c)
+
+
+def pass_chunk(plan: Plan, s: dict[str, Any], units: list[tiles.Local], slot, c: int) -> None:
+    """Chunk c of a step: read the states, write its outputs, v_new (if kept) and the next
+    states."""
+    pairs = range(len(units))
+    values = [pair_of_heads(s["v"], slot, c, p) for p in pairs]
+    out, v_new, states = tiles.state_step(get_states(s, len(units)), units, values)
+    put_states(plan, s, states)
+    for p in pairs:
+        put_heads(s["out"], slot, c, p, plan.problem.scale * out[p])
+        if "v_new" in s:
+            put_heads(s["v_new"], slot, c, p, v_new[p])
+
+
+def parked_unit(s: dict[str, Any], slot, c: int, p: int) -> tiles.Local:
+    """What the local phase left of a unit."""
+    p_, qg, kg = (pair_of_heads(s[x], slot, c, p) for x in ("p", "qg", "kg"))
+    total = [s["total"][slot, c, h : h + 1] for h in (2 * p, 2 * p + 1)]
+    a, w = get_matrices(s, slot, c, p)
+    return tiles.Local(a, w, p_, qg, kg, jnp.concatenate(total, axis=1))
+
+
+def put_matrices(s: dict[str, Any], slot, units, locals_: list[tiles.Local]) -> None:
+    for (c, p), unit in zip(units, locals_):
+        s["matrices"][slot, 2 * p, pl.ds(c * C, C)] = unit.a
+        s["matrices"][slot, 2 * p + 1, pl.ds(c * C, C)] = unit.w
+
+
+def get_matrices(s: dict[str, Any], slot, c: int, p: int) -> tuple[jax.Array, jax.Array]:
+    """(A diag(beta), Aqk A diag(beta)) [C, 2C] of a unit."""
+    tokens = pl.ds(c * C, C)
+    return s["matrices"][slot, 2 * p, tokens], s["matrices"][slot, 2 * p + 1, tokens]
+
+
+def local_work(plan: Plan, tile: Tile, s: dict[str, Any], units) -> list[tiles.Local]:
+    """Everything of these units that needs no state. Scores go `LOCKSTEP` units at a time: more
+    would only spill; the inverse is all latency and takes all of them."""
+    table, sums = s["level"][...], s["sums"][...]
+    found = []
+    for first in range(0, len(units), LOCKSTEP):
+        block = units[first : first + LOCKSTEP]
+        factors = tiles.decay_factors([tile.decay(*u) for u in block], sums)
+        queries, keys = [tile.query(*u) for u in block], [tile.key(*u) for u in block]
+        found += tiles.local_scores(queries, keys, factors, table, plan.dtype)
+    lowers = [tile.beta_columns(*u) * kk for u, (_, _, kk) in zip(units, found)]
+    inverses, reads = tiles.inverses(lowers, [qk for _, qk, _ in found], table, plan.dtype)
+    for u, (local, _, _), x, y in zip(units, found, inverses, reads):
+        local.a = (x * tile.beta_row(*u)).astype(plan.dtype)
+        local.w = (y * tile.beta_row(*u)).astype(plan.dtype)
+    return [local for local, _, _ in found]
+
+
+def get_states(s: dict[str, Any], pairs: int) -> list[jax.Array]:
+    """[V, 2K] of each pair from the states [heads, V, K]."""
+    state = s["state"]
+    return [jnp.concatenate([state[2 * p], state[2 * p + 1]], axis=1) for p in range(pairs)]
+
+
+def put_states(plan: Plan, s: dict[str, Any], states: list[jax.Array]) -> None:
+    for p, x in enumerate(states):
+        s["state"][2 * p] = x[:, : plan.keys]
+        s["state"][2 * p + 1] = x[:, plan.keys :]
+
+
+def pair_of_heads(ref: Ref, slot, c: int, p: int) -> jax.Array:
+    """[C, 2D] of a pair from [2, heads, T, D]."""
+    return jnp.concatenate([ref[slot, h, pl.ds(c * C, C)] for h in (2 * p, 2 * p + 1)], axis=1)
+
+
+def put_heads(ref: Ref, slot, c: int, p: int, x: jax.Array) -> None:
+    """The reverse, in the buffer's dtype."""
+    x, width = x.astype(ref.dtype), x.shape[1] // 2
+    for i in (0, 1):
+        ref[slot, 2 * p + i, pl.ds(c * C, C)] = x[:, i * width : (i + 1) * width]
+
+
+def save_states(plan: Plan, s: dict[str, Any], slot, c: int) -> None:
+    """Keep the states that enter chunk c for the backward, in its layout (`Outputs.states`)."""
+    for j in range(plan.values // C):
+        rows = s["state"][:, j * C : (j + 1) * C]
+        s["states"][slot, j, :, pl.ds(c * C, C)] = rows.astype(plan.dtype)
+
+
+# --- chunks in which segments start --------------------------------------------------------------
+
+
+def _pieces(plan, ops, outs, s, tile: Tile, g, n, slot, c: int) -> None:
+    """The state-dependent part of a chunk, once a piece. Piece 0 enters with the carried state, a
+    later one with its segment's start state; the state before that belongs to `finals`."""
+    pairs = range(plan.group)
+
+    def piece(i, _):
+        @pl.when(i > 0)
+        def _start_segments():
+            _swap_states(plan, ops, outs, s, g, n, i)
+
+        decays = [tile.decay_of_piece(c, p, i) for p in pairs]
+        here, keep = [], []
+        for p, factors in zip(pairs, tiles.decay_factors(decays, s["sums"][...])):
+            local = tiles.entry_factors(tile.query(c, p), tile.key(c, p), factors, plan.dtype)
+            local.a, local.w = get_matrices(s, slot, c, p)
+            here.append(local)
+            mine = tile.of_rows("piece", c, p, plan.values) == i
+            keep.append(mine.astype(jnp.float32))
+        values = [tile.heads("v", c, p) for p in pairs]
+        out, v_new, states = tiles.state_step(get_states(s, plan.group), here, values, keep)
+        put_states(plan, s, states)
+        for p in pairs:
+            _add_heads(s["out"], slot, c, p, plan.problem.scale * out[p], i)
+            if "v_new" in s:
+                _add_heads(s["v_new"], slot, c, p, v_new[p].astype(jnp.float32), i)
+        return 0
+
+    jax.lax.fori_loop(0, ops.pieces[g, 0, n], piece, 0)
+
+
+def _add_heads(ref: Ref, slot, c: int, p: int, x: jax.Array, i) -> None:
+    """Add piece i's rows to those of the pieces before it: different rows, so exact."""
+    old = pair_of_heads(ref, slot, c, p).astype(jnp.float32)
+    put_heads(ref, slot, c, p, x + jnp.where(i == 0, 0.0, old))
+
+
+def _swap_states(plan, ops, outs, s, g, n, i) -> None:
+    """Give the finished segment's state away and put the new segment's start in its place, in rows
+    of the batch that have a piece i in this chunk."""
+    rows = plan.row_of_head
+    for row in range(plan.group_rows):
+        first, heads = rows.index(row), rows.count(row)
+
+        @pl.when(i < ops.pieces[g, 1 + row, n])
+        def _swap(row=row, first=first, heads=heads):
+            segment = ops.pieces[g, 1 + plan.group_rows + row, n] + i
+            state = s["state"].at[pl.ds(first, heads)]
+            at = pl.ds(g * plan.group_heads + first, heads)
+            if outs.finals is not None:
+
+                @pl.when(segment <= plan.problem.max_segments)
+                def _keep():
+                    pltpu.sync_copy(state, outs.finals.at[at, segment - 1])
+
+            slot = jnp.minimum(segment, plan.slots - 1)
+            pltpu.sync_copy(ops.starts.at[at, slot], state)
