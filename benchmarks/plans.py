@@ -1,7 +1,7 @@
 """Plans of the shipped configs, remat policies, and the estimate's error on published times.
 
     python -m benchmarks.plans                     all tables into docs/measurements.md
-    python -m benchmarks.plans --only kda_1b       one config's row, printed
+    python -m benchmarks.plans --only kda_1b       one config's row, there
     python -m benchmarks.plans --calibration       the table of errors, printed
 
 Every row compiles a whole training step for a topology that need not be here; half an hour on two
@@ -33,6 +33,11 @@ TOPOLOGIES = {
     "kda_7b": "tpu7x:4x4x4",
     "hybrid_7b": "tpu7x:4x8x8",
 }
+PLAN_HEAD = (
+    "| config | topology | mesh | parameters | rows x tokens | GB a device | fits | "
+    "estimated ms a step | estimated MFU | compile s | date |",
+    "|" + "---|" * 11,
+)
 REMAT = ("none", "dots", "full")
 REMAT_CONFIG = "kda_400m"
 
@@ -63,15 +68,20 @@ def plan_row(name: str, topology: str) -> str:
     try:
         plan = make_plan(config_of(name), Topology.parse(topology))
     except (UserError, TooLarge) as error:
-        return f"| {name} | {topology} | {' '.join(str(error).split())[:120]} |" + " |" * 7
+        reason = " ".join(str(error).split())[:120]
+        return f"| {name} | {topology} | {reason} |" + " |" * 7 + f" {today()} |"
     mesh = " x ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "1"
     facts = plan.facts
     return (
         f"| {name} | {topology} | {mesh} | {facts.parameters / 1e6:,.4g}M | "
         f"{plan.rows} x {plan.tokens_a_row:,} | {facts.needed / 1e9:.2f} | {fits(plan)} | "
         f"{1e3 * plan.time.total:,.4g} | {plan.model_flops_utilisation:.0%} | "
-        f"{facts.lower_seconds + facts.compile_seconds:.0f} |"
+        f"{facts.lower_seconds + facts.compile_seconds:.0f} | {today()} |"
     )
+
+
+def today() -> str:
+    return datetime.date.today().isoformat()
 
 
 def fits(plan: Plan) -> str:
@@ -79,14 +89,14 @@ def fits(plan: Plan) -> str:
     return f"yes, {left:.1f} GB free" if plan.fits else f"no, {-left:.1f} GB too much"
 
 
-def plan_table(names: list[str]) -> Iterator[str]:
-    yield (
-        "| config | topology | mesh | parameters | rows x tokens | GB a device | fits | "
-        "estimated ms a step | estimated MFU | compile s |"
-    )
-    yield "|" + "---|" * 10
-    for name in names:
-        yield plan_row(name, TOPOLOGIES[name])
+def with_row(text: str, row: str) -> str:
+    """The document with a config's row of the table of plans replaced or added."""
+    begin, end = marks("plans")
+    table = text.partition(begin)[2].partition(end)[0]
+    rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line[:1] == "|"}
+    rows[row.split("|")[1].strip()] = row
+    order = [name for name in TOPOLOGIES if name in rows]
+    return replace_section(text, "plans", iter([*PLAN_HEAD, *(rows[name] for name in order)]))
 
 
 def remat_table() -> Iterator[str]:
@@ -123,9 +133,13 @@ def calibration_table() -> Iterator[str]:
         )
 
 
+def marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: written by benchmarks.plans -->", f"<!-- {name}: end -->"
+
+
 def replace_section(text: str, name: str, lines: Iterator[str]) -> str:
     """The text with what is between a section's two marks replaced."""
-    begin, end = f"<!-- {name}: written by benchmarks.plans -->", f"<!-- {name}: end -->"
+    begin, end = marks(name)
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
     return "\n".join([before + begin, *lines, end + after])
@@ -138,18 +152,18 @@ def main() -> None:
     parser.add_argument("--only", choices=TOPOLOGIES)
     parser.add_argument("--calibration", action="store_true")
     args = parser.parse_args()
-    if args.only or args.calibration:
-        lines = plan_table([args.only]) if args.only else calibration_table()
-        print("\n".join(lines))
+    if args.calibration:
+        print("\n".join(calibration_table()))
         return
-    today = f"`python -m benchmarks.plans`, {datetime.date.today()}"
-    sections = {
-        "calibration": calibration_table(),
-        "plans": plan_table(list(TOPOLOGIES)),
-        "remat": remat_table(),
-    }
-    for name, lines in sections.items():
-        text = replace_section(DOCUMENT.read_text(), name, iter([today, "", *lines]))
+    for name in [args.only] if args.only else TOPOLOGIES:
+        row = plan_row(name, TOPOLOGIES[name])
+        print(row, flush=True)
+        DOCUMENT.write_text(with_row(DOCUMENT.read_text(), row))
+    if args.only:
+        return
+    dated = f"`python -m benchmarks.plans`, {today()}"
+    for name, lines in {"calibration": calibration_table(), "remat": remat_table()}.items():
+        text = replace_section(DOCUMENT.read_text(), name, iter([dated, "", *lines]))
         DOCUMENT.write_text(text)
 
 

@@ -1,12 +1,11 @@
 """A 32-bit digest of every array, the same on every mesh, so that a flipped byte is noticed.
 
 Neither the file format's checksums nor a decompressor covers every byte of an array's data. The
-digest is taken on the devices when a step is saved and again when it is restored, so it covers the
-whole way; sums of integers modulo 2^32 do not depend on order, hence not on how an array is cut.
+digest is computed on the devices when a step is saved and again when it is restored, so it covers
+everything between; sums of integers modulo 2^32 do not depend on order, hence not on sharding.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,11 @@ import numpy as np
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
-def digests(arrays: dict[str, Any]) -> dict[str, int]:
+def digests(arrays: dict[str, jax.Array]) -> dict[str, int]:
     """Digest of each array by name: sum over i of bits(i) * (2 i + 1), modulo 2^32.
 
     An odd factor is invertible modulo 2^32, so a change of one element always changes the sum. All
-    processes call this together; every one gets the same numbers.
+    processes call this together and get the same numbers.
 
     Raises:
         TypeError: an array of a width other than 1, 2 or 4 bytes.

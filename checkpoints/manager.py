@@ -5,14 +5,16 @@ in one folder: a local one is locked by its user (training/lock.py), one in a bu
 """
 
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from checkpoints import folder
 from checkpoints.errors import (
@@ -39,6 +41,7 @@ __all__ = [
 
 BROKEN = "broken"  # folder that broken steps are moved to, so that nothing is overwritten
 _TRIAL = ".trial"
+_READ_BYTES = 2**28  # a device, beside the training state, while a save is read back
 _STEP = re.compile(r"(\d+)(\.orbax-checkpoint-tmp.*)?")  # a step's folder, whole or not
 
 type Target = Callable[[Json], Shapes]
@@ -62,7 +65,7 @@ class Manager:
         log: takes one line for the user.
         verify: how a save is read back before it counts. "sizes": its record, the index of its
             arrays, which has checksums, and the sizes of the files that it refers to. "digests":
-            every array as well, one at a time, which reads all bytes.
+            every array as well, up to 256 MiB a device at a time, which reads all bytes.
         owner: who saves, for the lease of a folder in a bucket; see Lease.
     """
 
@@ -249,8 +252,8 @@ class Manager:
             compare_trees(self._store.place(step), record["tree"], describe(self._shapes))
             self._store.verify(step, record)
             if self._verify == "digests":
-                for name, shape in self._shapes.items():
-                    self._store.read(step, record, {name: shape})
+                for group in _groups(self._shapes):
+                    self._store.read(step, record, group)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}; it was just saved and cannot be read back; older steps were kept; "
@@ -309,9 +312,26 @@ class Manager:
         )
 
 
+def _groups(shapes: Shapes) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
+    """Splits arrays so that each group, or array, takes at most _READ_BYTES a device."""
+    group: dict[str, jax.ShapeDtypeStruct] = {}
+    used = 0
+    for name, shape in shapes.items():
+        assert shape.sharding is not None
+        size = math.prod(shape.sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
+        if group and used + size > _READ_BYTES:
+            yield group
+            group, used = {}, 0
+        group[name] = shape
+        used += size
+    if group:
+        yield group
+
+
 def _save_and_read(place: epath.Path) -> None:
-    values = {"trial": jnp.arange(8)}
-    shapes = {"trial": jax.ShapeDtypeStruct((8,), jnp.int32, sharding=values["trial"].sharding)}
+    everywhere = NamedSharding(Mesh(np.array(jax.devices()), ("all",)), PartitionSpec())
+    values = {"trial": jax.make_array_from_callback((8,), everywhere, np.arange(8).__getitem__)}
+    shapes = {"trial": jax.ShapeDtypeStruct((8,), values["trial"].dtype, sharding=everywhere)}
     store = Store.open(place, read_only=False)
     try:
         store.save(0, values, {}, None)

@@ -37,13 +37,18 @@ class Tokenizer(Protocol):
     def encode(self, text: bytes) -> tuple[np.ndarray, np.ndarray]: ...
 
 
+class SpelledError(DataError):
+    """Text that gives the id of a special token, whatever is done about it."""
+
+
 def encode_text(
     encode: Callable[[str], Encoded], text: str, owner: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (ids, stops) of a text, without the ids that begin and end documents.
 
     Raises:
-        DataError: the library fails, or a single character gives one of these ids.
+        DataError: the library fails.
+        SpelledError: a single character gives one of these ids.
     """
     ids, stops = [], []
     parts = [(0, text)]  # what is left to encode, last part first
@@ -67,7 +72,7 @@ def _cuts(encoded: Encoded, special: np.ndarray, text: str, owner: Tokenizer) ->
     starts, stops = encoded.starts[special], encoded.stops[special]
     if (short := stops - starts < 2).any():
         spelled = text[int(starts[short][0]) : int(stops[short][0])]
-        raise DataError(
+        raise SpelledError(
             f"config.data.tokenizer={owner.name!r}: the text {spelled!r} gives the id that begins "
             "or ends a document and cannot be encoded otherwise"
         )
@@ -114,19 +119,19 @@ def check_tokenizer(tokenizer: Tokenizer, specials: list[tuple[str, str]]) -> No
         UserError: one line that names the option.
     """
     try:
+        for option, token in specials:
+            try:
+                for text in spellings(token):
+                    _check_repeatable(tokenizer, text)
+            except SpelledError as error:
+                raise UserError(
+                    f"{option}={token!r}: text can spell it ({one_line(error)}); try another "
+                    "token, or leave it empty to add an id after the vocabulary"
+                ) from None
         for probe in _PROBES:
             _check_repeatable(tokenizer, probe)
     except DataError as error:
         raise UserError(str(error)) from None
-    for option, token in specials:
-        try:
-            for text in spellings(token):
-                _check_repeatable(tokenizer, text)
-        except DataError as error:
-            raise UserError(
-                f"{option}={token!r}: text can spell it ({one_line(error)}); try another token, or "
-                "leave it empty to add an id after the vocabulary"
-            ) from None
 
 
 def spellings(token: str) -> list[str]:

@@ -54,7 +54,7 @@ def make_loader(
     windows: int = 1,
     max_batches: int = 0,
     positions: bool = False,
-    log: Callable[[str], None] = print,
+    log: Callable[[str], None] | None = None,
 ) -> "Loader":
     """Opens a split's documents and returns a loader at their beginning.
 
@@ -67,7 +67,7 @@ def make_loader(
         max_batches: stop after so many; 0 for no limit.
         positions: whether batches hold the positions of tokens in their documents, for a model
             that reads them.
-        log: called with a line when many documents are broken.
+        log: called with a line when many documents are broken; by default process 0 prints it.
 
     Raises:
         UserError: one line that names the option, for whatever in the configuration or the files
@@ -89,7 +89,7 @@ def make_loader(
         windows=windows,
         max_batches=max_batches,
         positions=positions,
-        log=log,
+        log=log or _print_once,
     )
     loader.check_processes()
     return loader
@@ -473,6 +473,11 @@ def rows_here(flags_sharding: NamedSharding, rows: int) -> list[int]:
 
 def _start(rows: int) -> np.ndarray:
     return np.asarray([Record().to_ints()] * rows, np.int64)
+
+
+def _print_once(line: str) -> None:
+    if jax.process_index() == 0:
+        print(line, flush=True)
 
 
 def _close(running: list[_Running]) -> None:

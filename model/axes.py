@@ -25,7 +25,7 @@ Specs = Mapping[str, Any]  # a pytree of ParamSpec whose root is a dict
 
 AT_REST = (FSDP, CONTEXT)  # mesh axes that divide matrices where they are kept, not where used
 _TENSOR_AXES = ("vocab", "heads", "ffn")  # divided over "tensor": the first that a parameter has
-_INNER_AXES = ("width", "gate_rank")  # a parameter with one of these is a matrix
+_INNER_AXES = ("width", "gate_rank", "kv_rank")  # a parameter with one of these is a matrix
 
 Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
@@ -44,7 +44,7 @@ class ParamSpec:
 
     Attributes:
         shape: elements along each axis. axes: what each axis is: "repeats", "width", "gate_rank",
-            "vocab", "heads", "ffn", or "whole", which is never divided.
+            "kv_rank", "vocab", "heads", "ffn", or "whole", which is never divided.
         init: (key, shape) -> float32 array. decays: weight decay applies.
         cast: layers use it in the compute dtype; the others stay float32.
         muon: the last two axes are a matrix (input, output) that Muon may orthogonalise; a leading

@@ -7,14 +7,14 @@ import dataclasses
 import math
 
 import options
-from model.mixers.options import AttentionOptions, KdaOptions
+from model.mixers.options import AttentionOptions, KdaOptions, MlaOptions
 from options import option, wrong
 
 VOCABULARY_MULTIPLE = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig(KdaOptions, AttentionOptions):
+class ModelConfig(MlaOptions, KdaOptions, AttentionOptions):
     """A decoder's shape and how it is computed; options of its mixers are in mixers/options.py.
 
     Sizes are in elements. `pattern` names the mixers of one repeat, in order; the decoder is
@@ -36,7 +36,7 @@ class ModelConfig(KdaOptions, AttentionOptions):
     )
     pattern: str = option(
         "kda",
-        "Mixers of one repeat, in order, separated by commas or blanks: kda, attention.",
+        "Mixers of one repeat, in order, separated by commas or blanks: kda, attention, mla.",
         try_value="kda",
         on_resume="model",
     )
@@ -99,6 +99,10 @@ class ModelConfig(KdaOptions, AttentionOptions):
                 f"a divisor of config.model.attention_heads ({self.attention_heads})",
                 divisors_text(self.attention_heads),
             )
+        most = self.mla_nope_dim + self.mla_rope_dim
+        if self.mla_value_dim > most:
+            needed = f"at most config.model.mla_nope_dim + config.model.mla_rope_dim ({most})"
+            raise wrong("config.model.mla_value_dim", self.mla_value_dim, needed, most)
         if self.attention_memory and not self.carry:
             needed = "0 where config.model.carry is False"
             raise wrong("config.model.attention_memory", self.attention_memory, needed, 0)

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels.segments import plan_segments
-from model.axes import CONTEXT, FSDP, TENSOR, TOKEN_SPEC, TOKENS, Arrays, Specs, Tree
+from model.axes import CONTEXT, FSDP, TENSOR, TOKEN_SPEC, Arrays, Specs, Tree
 from model.config import ModelConfig
 from model.ffn import FeedForward, feed_forwards_of
 from model.layer_loop import Layer, run_layers, run_layers_recomputed
-from model.layers import constrain, rms_norm
+from model.layers import constrain, rms_norm, rms_norm_by_copies
 from model.mixers.protocol import Metrics, Mixer, RowPlan
 from model.mixers.registry import mixers_of
 from model.params import block_specs, copies, param_specs, spread_params, use_matrices
@@ -163,25 +163,14 @@ def _layer(cfg: ModelConfig, mixer: Mixer, ffn: FeedForward, specs: Specs, mesh:
 
     def layer(params: Arrays, hidden: jax.Array, carry: Arrays, plan: RowPlan, entry: Tree):
         params = use_matrices(params, specs, cfg, mesh)
-        x = _norm(hidden, params["mixer_norm"], cfg.norm_eps, mesh)
+        x = rms_norm_by_copies(hidden, params["mixer_norm"], cfg.norm_eps, mesh)
         x, ends, entry, metrics = mixer.forward(params["mixer"], cfg, x, plan, carry, entry, mesh)
         hidden = hidden + x
-        x = _norm(hidden, params["ffn_norm"], cfg.norm_eps, mesh)
+        x = rms_norm_by_copies(hidden, params["ffn_norm"], cfg.norm_eps, mesh)
         x, reported = ffn.forward(params["ffn"], cfg, x, plan, mesh)
         return constrain(hidden + x, mesh, TOKEN_SPEC), ends, entry, metrics | reported
 
     return layer
-
-
-def _norm(x: jax.Array, gains: jax.Array, eps: float, mesh: Mesh) -> jax.Array:
-    """`rms_norm` of x [B, T, D] with each rank's own copy of the gain, [ranks, D]."""
-    norm = jax.shard_map(
-        lambda x, gains: rms_norm(x, gains[0], eps),
-        mesh=mesh,
-        in_specs=(TOKEN_SPEC, PartitionSpec(TOKENS)),
-        out_specs=TOKEN_SPEC,
-    )
-    return norm(x, gains)
 
 
 def _checkpointed(cfg: ModelConfig, layer: Layer) -> Layer:

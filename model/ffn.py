@@ -61,6 +61,7 @@ class SwiGlu:
         return [MeshNeed(TENSOR, "d_ff", cfg.d_ff)]
 
 
+@jax.named_scope("ffn")
 def swiglu(x: jax.Array, params: Arrays) -> jax.Array:
     """[B, T, D] -> [B, T, D] by the parameters of a `SwiGlu`."""
     gate = matmul(x, params["gate"])

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from model.axes import TOKEN_SPEC, TOKENS
+
 
 def matmul(
     x: jax.Array, weight: jax.Array, out_dtype: jax.typing.DTypeLike | None = None
@@ -58,6 +60,17 @@ def product_precision(dtype) -> jax.lax.Precision | None:
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
     """x / RMS(x) * gain over the last axis, in float32; the result has x's dtype."""
     return _normalised(x, gain, eps).astype(x.dtype)
+
+
+def rms_norm_by_copies(x: jax.Array, gains: jax.Array, eps: float, mesh: Mesh) -> jax.Array:
+    """`rms_norm` of x [B, T, D] with each token rank's own copy of the gain, [ranks, D]."""
+    norm = jax.shard_map(
+        lambda x, gains: rms_norm(x, gains[0], eps),
+        mesh=mesh,
+        in_specs=(TOKEN_SPEC, PartitionSpec(TOKENS)),
+        out_specs=TOKEN_SPEC,
+    )
+    return norm(x, gains)
 
 
 def gated_rms_norm(x: jax.Array, gate: jax.Array, gain: jax.Array, eps: float) -> jax.Array:

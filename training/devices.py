@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from errors import UserError
-from training import agree
+from training import agree, process
 
 HEARTBEAT_SECONDS = 10  # a process that is silent for so long is dead, and the others stop
 MOST_SIMULATED = 1024  # each costs threads and memory; far more never get to an error message
@@ -87,6 +87,7 @@ def wait_for_each_other() -> None:
 def meet(processes: Processes, values: agree.Values) -> None:
     """Connects the processes of a run, and compares what they were started with."""
     bypass_proxies(processes.coordinator)
+    process.mute_native_stdout()
     import jax
     from jax._src import distributed  # the only way to the store that all processes share
 

@@ -27,7 +27,7 @@ def explain(error: Exception) -> TrainerError | None:
 
 def _reader_closed() -> RunError:
     # What is left to write goes nowhere, or the interpreter would complain once more at exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return RunError(
         "stdout: the reader closed the pipe; the steps saved before are untouched; "
         "the same command resumes, try it with > log.txt"

@@ -21,7 +21,7 @@ from training.state import TrainState
 from training.step import Metrics
 
 _POLL_SECONDS = 0.5
-PATIENCE_SECONDS = 8.0  # of a process that was told to stop, for the other processes
+PATIENCE_SECONDS = 8.0  # of a process that was asked to stop, for the other processes
 
 
 class Saver(Protocol):

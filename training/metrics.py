@@ -89,7 +89,7 @@ class Writers:
                 self._bar.write(f"step {step}/{self._steps}  {_eval_text(values)}", sys.stdout)
             return
         left = (self._steps - step) * values.get("perf/step_time_seconds", 0.0)
-        line = f"step {step}/{self._steps}  {shown}  left {duration(left)}"
+        line = f"step {step}/{self._steps}  {shown}  left {tqdm.tqdm.format_interval(left)}"
         if "eval/loss" in values:
             line += f"  | {_eval_text(values)}"
         print(line, flush=True)
@@ -108,13 +108,6 @@ def console_text(values: dict[str, float]) -> str:
     shown = [form.format(values[name]) for name, form in names.items() if name in values]
     skipped = values.get("learning/steps_skipped")
     return "  ".join([*shown, f"{skipped:.0f} skipped"] if skipped else shown)
-
-
-def duration(seconds: float) -> str:
-    """3:05 or 2:03:05."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def cut_jsonl(path: str, last: int) -> float:

@@ -22,6 +22,19 @@ def open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def mute_native_stdout() -> None:
+    """Drops what libraries print on file descriptor 1 without Python: Gloo's lines about
+    connections, which several threads write into ours. sys.stdout gets a descriptor of its own."""
+    before = sys.stdout
+    before.flush()
+    ours, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    sys.stdout = open(  # noqa: SIM115
+        ours, "w", encoding=before.encoding, errors="backslashreplace", buffering=1
+    )
+
+
 def quiet_libraries() -> None:
     """Keeps stderr to our one line: what a library logs as an error it also raises."""
     for library in ("absl", "asyncio", "fsspec", "gcsfs"):

@@ -114,7 +114,7 @@ class Signals:
         )
 
     def _end_wait(self) -> None:
-        """Ends the process if it was told to stop and waits for something for too long."""
+        """Ends the process if it was asked to stop and waits for something for too long."""
         wait, stop = self._wait, self._stop
         if stop is None or wait is None:
             return

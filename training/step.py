@@ -208,7 +208,8 @@ def _is_spike(options: TrainOptions, state: TrainState, loss: jax.Array) -> jax.
 
 
 def _attended(cfg: ModelConfig, segment_ids: jax.Array) -> jax.Array:
-    """Keys that a step's real tokens see in an attention layer, float32; 0 without such layers."""
+    """Keys of the row that a step's real tokens see in an attention layer, float32; 0 without such
+    layers. Keys carried from the row before are not counted."""
     if not key_flops_per_token(cfg, 1.0):
         return jnp.float32(0)
     place = jnp.arange(segment_ids.shape[-1])

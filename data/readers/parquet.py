@@ -36,6 +36,8 @@ class ParquetReader:
             opened = self._open(path)
             column = _leaf(opened.schema_arrow, field, path)
             has_column.append(column is not None)
+            if column and types.is_null(opened.schema_arrow.field(field).type):
+                column = None  # its rows have no size
             known += [name for name in _texts(opened.schema_arrow) if name not in known]
             for group in range(opened.metadata.num_row_groups):
                 described = opened.metadata.row_group(group)

@@ -14,6 +14,7 @@ from kernels.select import platform
 
 IMPLEMENTATIONS = ("mosaic_tpu", "blockwise")
 _LANE = 128  # what the TPU kernels' blocks are multiples of
+_MOST_PAIRS = 2**18  # pairs of blocks that they can have: 3 bytes each of 1 MB of scalar memory
 
 
 class Memory(NamedTuple):
@@ -50,7 +51,8 @@ def attention(
         segments: from `plan_segments` with the same axis_name.
         memory: seen by the row's first segment. The same number of tokens on every rank.
         axis_name: the mesh axis over which T is split; the call then stands inside `jax.shard_map`.
-        block: queries, and keys, of a block; cut to the rank's length.
+        block: queries, and keys, of a block; cut to the rank's length. "mosaic_tpu" takes larger
+            ones where a row has more than 2^18 pairs of them.
         implementation: "mosaic_tpu" or "blockwise" run or raise. None chooses "mosaic_tpu" on TPU
             for bfloat16, whose products it is made for, else "blockwise". "mosaic_tpu" needs
             check_vma=False of the `jax.shard_map` around it.
@@ -72,6 +74,10 @@ def attention(
     if memory is not None:
         before = Memory(gather(line, memory.k, 2), gather(line, memory.v, 2), memory.valid)
         before = before._replace(valid=gather(line, memory.valid, 1))
+    total = index.shape[1] + (0 if before is None else before.valid.shape[1])
+    if name == "mosaic_tpu":
+        while (q.shape[2] // block) * (total // block) > _MOST_PAIRS:
+            block *= 2
     out = _attend(name, _unit(name, block, q.shape[2], line.size), line, q, keys, index, before)
     out = jnp.where(segments.valid[:, None, :, None], out, 0)
     if before is None:

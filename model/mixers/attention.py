@@ -53,6 +53,16 @@ def param_specs(cfg: ModelConfig) -> Specs:
 
 
 def init_carry(cfg: ModelConfig, rows: int) -> Arrays:
+    """See `init_memory`."""
+    return init_memory(cfg, rows, cfg.attention_kv_heads, cfg.attention_head_dim)
+
+
+def carry_specs(cfg: ModelConfig) -> Tree:
+    """See `memory_specs`."""
+    return memory_specs(cfg)
+
+
+def init_memory(cfg: ModelConfig, rows: int, groups: int, size: int) -> Arrays:
     """No tokens: {"k", "v": [B, G, M, d] in the compute dtype, "valid": [B, M] float32}.
 
     Tokens are in order, the last one at the end; valid is 1 where the token belongs to the last
@@ -60,12 +70,12 @@ def init_carry(cfg: ModelConfig, rows: int) -> Arrays:
     """
     if not (cfg.carry and cfg.attention_memory):
         return {}
-    shape = (rows, cfg.attention_kv_heads, cfg.attention_memory, cfg.attention_head_dim)
+    shape = (rows, groups, cfg.attention_memory, size)
     keys = jnp.zeros(shape, cfg.compute_dtype)
     return {"k": keys, "v": keys, "valid": jnp.zeros((rows, cfg.attention_memory), jnp.float32)}
 
 
-def carry_specs(cfg: ModelConfig) -> Tree:
+def memory_specs(cfg: ModelConfig) -> Tree:
     """Rows as the batch's, heads over tensor, tokens over context."""
     if not (cfg.carry and cfg.attention_memory):
         return {}
@@ -87,8 +97,13 @@ def mesh_needs(cfg: ModelConfig) -> list[MeshNeed]:
     return [
         MeshNeed(TENSOR, "attention_heads", cfg.attention_heads),
         MeshNeed(TENSOR, "attention_kv_heads", cfg.attention_kv_heads),
-        MeshNeed(CONTEXT, "attention_memory", cfg.attention_memory),
+        *memory_needs(cfg),
     ]
+
+
+def memory_needs(cfg: ModelConfig) -> list[MeshNeed]:
+    """Carried tokens over context."""
+    return [MeshNeed(CONTEXT, "attention_memory", cfg.attention_memory)]
 
 
 def forward(
@@ -110,11 +125,31 @@ def forward(
         y, the carry after these tokens, no entry (keys and values are gathered again when the layer
         is recomputed), and no metrics.
     """
-    streams = [matmul(x, params[name]) for name in ("q", "k", "v")]
+    q, k, v = (matmul(x, params[name]) for name in ("q", "k", "v"))
+    mixed, ends = attend((q, k, v), cfg.attention_head_dim, cfg, plan, carry, mesh)
+    return matmul(mixed, params["output"]), ends, {}, {}
+
+
+def attend(
+    streams: tuple[jax.Array, jax.Array, jax.Array],
+    size: int,
+    cfg: ModelConfig,
+    plan: RowPlan,
+    carry: Arrays,
+    mesh: Mesh,
+) -> tuple[jax.Array, Arrays]:
+    """Attention on each rank's rows, tokens and heads, and what `new_carry` needs.
+
+    Args:
+        streams: queries [B, T, H * d], keys and values [B, T, G * d]. size: d.
+
+    Returns:
+        [B, T, H * d] in the streams' dtype, and the memory after these tokens.
+    """
     axis_name = CONTEXT if mesh.shape[CONTEXT] > 1 else None
 
-    def attend(streams, segments, begin):
-        q, k, v = (split_heads(y, y.shape[2] // cfg.attention_head_dim) for y in streams)
+    def on_rank(streams, segments, begin):
+        q, k, v = (split_heads(y, y.shape[2] // size) for y in streams)
         memory = Memory(*begin) if begin else None
         out, end = attention(
             q, k, v, segments, memory=memory, axis_name=axis_name, block=cfg.attention_block
@@ -125,15 +160,15 @@ def forward(
     # The TPU kernels do not say along which axes their results vary. Every axis is named by the
     # inputs that have a gradient and by the results, so nothing depends on that check.
     island = jax.shard_map(
-        attend,
+        on_rank,
         mesh=mesh,
         in_specs=(_CHANNEL_SPEC, TOKEN_SPEC, _MEMORY_SPECS if carry else ()),
-        out_specs=(_CHANNEL_SPEC, carry_specs(cfg) if carry else {}),
+        out_specs=(_CHANNEL_SPEC, memory_specs(cfg) if carry else {}),
         check_vma=False,
     )
     with jax.named_scope("attention"):
         mixed, end = island(streams, plan.segments, _begin(plan, carry))
-        return matmul(mixed, params["output"]), end, {}, {}
+    return mixed, end
 
 
 def new_carry(cfg: ModelConfig, plan: RowPlan, carry: Arrays, ends: Arrays) -> Arrays:

@@ -103,3 +103,33 @@ class AttentionOptions:
         minimum=0,
         on_resume="state",
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class MlaOptions:
+    """Multi-head latent attention; attention_block and attention_memory hold for it, too."""
+
+    mla_heads: int = option(
+        2, "Heads of an MLA layer; a multiple of mesh.tensor.", minimum=1, on_resume="model"
+    )
+    mla_kv_rank: int = option(
+        512,
+        "Size of the latent that holds a token's keys and values.",
+        minimum=1,
+        on_resume="model",
+    )
+    mla_nope_dim: int = option(
+        128, "Channels of a head's queries and its own keys.", minimum=1, on_resume="model"
+    )
+    mla_rope_dim: int = option(
+        64,
+        "Further channels of queries, whose keys all heads share; not rotated.",
+        minimum=1,
+        on_resume="model",
+    )
+    mla_value_dim: int = option(
+        128,
+        "Channels of a head's values; at most mla_nope_dim + mla_rope_dim.",
+        minimum=1,
+        on_resume="model",
+    )

@@ -1,13 +1,14 @@
 """Mixers by the names that config.model.pattern uses."""
 
 from model.config import ModelConfig
-from model.mixers import attention, kda
+from model.mixers import attention, kda, mla
 from model.mixers.protocol import Mixer
 from options import wrong
 
 MIXERS: dict[str, Mixer] = {
     "kda": kda,
     "attention": attention,
+    "mla": mla,
 }
 
 

@@ -17,6 +17,7 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from checkpoints import index
+from checkpoints import manager as manager_module
 from checkpoints.digest import digests
 from checkpoints.errors import CheckpointError, DamagedError
 from checkpoints.manager import Manager
@@ -378,6 +379,17 @@ def test_older_steps_stay_where_a_new_one_cannot_be_read_back(folder, verify, ha
         manager.wait()
     assert manager.steps() == [1, 2]
     assert same(manager.restore(1, want(arrays())).arrays, arrays(seed=1))
+
+
+def test_a_save_is_read_back_in_groups_that_fit_beside_the_state(monkeypatch):
+    monkeypatch.setattr(manager_module, "_READ_BYTES", 1000)
+    shapes = want(arrays(4), 4)({})  # a device has 768, 384, 384 and 4 bytes of them
+    groups = list(manager_module._groups(shapes))
+    assert [list(group) for group in groups] == [
+        ["params/w"],
+        ["params/v", "carry/tail", "step"],
+    ]
+    assert {name: s for group in groups for name, s in group.items()} == shapes
 
 
 def test_an_index_of_many_nodes_is_walked(tmp_path):

@@ -112,7 +112,9 @@ def test_an_end_that_text_can_spell_by_one_character_is_refused(tmp_path):
 
 @pytest.mark.parametrize("option", ["eos_token", "bos_token"])
 def test_an_end_that_is_the_unknown_token_is_refused(tmp_path, option):
-    with pytest.raises(ValueError, match=r"gives the id that begins or ends a document") as caught:
+    with pytest.raises(
+        ValueError, match=rf"^config\.data\.{option}=.*begins or ends a document"
+    ) as caught:
         make_tokenizer(save(words(), tmp_path), **{option: "[UNK]"})
     assert "\n" not in str(caught.value)
 

@@ -46,7 +46,7 @@ def make_mesh(shape: list[int], order: list[int]) -> Mesh:
 def run(case: tuple[list[int], list[int]], options: dict) -> dict:
     """Returns what a process sees of an epoch and of evaluation: its shards by place."""
     mesh = make_mesh(*case)
-    seen: dict = {"shards": [], "batches": {}}
+    seen: dict = {"shards": [], "batches": {}, "totals": {}}
     for split in ("train", "eval"):
         loader = make_loader(
             DataConfig(**options), split=split, mesh=mesh, seed=7, windows=2, positions=True
@@ -62,6 +62,7 @@ def run(case: tuple[list[int], list[int]], options: dict) -> dict:
             if (split, count) == ("train", 4):
                 seen["state"] = loader.state()
         seen["batches"][split] = count
+        seen["totals"][split] = loader.summary()
         seen["rows"] = loader._rows
         loader.close()
     return seen
@@ -105,6 +106,7 @@ def test_two_processes_load_what_one_does(tmp_path):
         for result in results:
             assert result["batches"] == alone["batches"]
             assert result["state"] == alone["state"]
+            assert result["totals"] == alone["totals"]  # the run's, not the process's share
         split_rows = case[1] == [0, 1, 2, 3] and case[0][0] == 2
         assert [result["rows"] for result in results] == (
             [[0, 1], [2, 3]] if split_rows else [[0, 1, 2, 3]] * 2

@@ -74,11 +74,13 @@ def test_parquet_of_repeated_bytes_that_are_no_utf8_has_text(tmp_path):
     assert set(texts(source)) == {b"\xff\xfe"}
 
 
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.null()])
 @pytest.mark.parametrize("value", ["", None])
-def test_parquet_without_text_is_refused_at_once(tmp_path, value):
+def test_parquet_without_text_is_refused_at_once(tmp_path, value, kind):
     """Though its pages take some bytes."""
     file = tmp_path / "a.parquet"
-    table = pyarrow.table({"text": pyarrow.array([value] * 2000, pyarrow.string())})
+    value = None if kind == pyarrow.null() else value
+    table = pyarrow.table({"text": pyarrow.array([value] * 2000, kind)})
     pyarrow.parquet.write_table(table, file)
     with pytest.raises(ValueError, match=r"config\.data\.path=.*it holds no text"):
         open_source(DataConfig(source="parquet", path=str(file)), "train")

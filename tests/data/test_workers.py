@@ -5,6 +5,7 @@ import itertools
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -61,6 +62,16 @@ def test_a_worker_that_dies_is_noticed_within_seconds(moment, number):
         for _ in range(100):
             next(workers)
     assert time.monotonic() - began < 10
+    workers.close()
+
+
+def test_a_worker_that_dies_in_the_turn_of_another_is_noticed():
+    workers = Workers([slow, count_small], ahead=5)
+    assert len([next(workers), next(workers)]) == 2
+    timer = threading.Timer(0.5, os.kill, (workers._processes[1].pid, signal.SIGKILL))
+    timer.start()
+    with pytest.raises(DataError, match=r"worker 1 of 2 has ended \(by SIGKILL"):
+        next(workers)
     workers.close()
 
 

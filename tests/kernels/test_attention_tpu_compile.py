@@ -94,6 +94,14 @@ def test_float32_products_are_float32():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("topology", [V5E, V7X])
+def test_rows_of_a_million_tokens(topology):
+    """Blocks grow, so that their tables fit into scalar memory."""
+    text = compiled(topology, 4, length=262144, heads=(1, 1)).as_text()
+    assert text.count("tpu_custom_call") >= 3
+
+
+@pytest.mark.slow
 def test_memory_is_linear_in_the_row_length():
     """At lengths of which nothing is kept in VMEM between kernels."""
     short, long = (

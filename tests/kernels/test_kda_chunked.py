@@ -10,6 +10,7 @@ import pytest
 
 from kernels.kda import kda
 from kernels.kda.chunked import chunk_math, layout
+from kernels.kda.problem import CHUNK
 from kernels.segments import plan_segments
 from tests.compiling import fast_jit
 from tests.kernels.kda_cases import TOKENS, Case, check, error, ids_of, make_case, oracle, run
@@ -110,8 +111,9 @@ def test_several_steps_and_groups_are_one_walk(monkeypatch):
 
 def test_inverse_of_identical_keys_is_exact():
     """(I + L)^-1 for L of ones is the difference matrix."""
-    below = [jnp.ones((64 // (2 * n), n, n)) for n in (1, 2, 4, 8, 16, 32)]
-    np.testing.assert_array_equal(chunk_math.solve(below), np.eye(64) - np.eye(64, k=-1))
+    levels = [2**i for i in range(CHUNK.bit_length() - 1)]
+    below = [jnp.ones((CHUNK // (2 * n), n, n)) for n in levels]
+    np.testing.assert_array_equal(chunk_math.solve(below), np.eye(CHUNK) - np.eye(CHUNK, k=-1))
 
 
 # --- exact properties

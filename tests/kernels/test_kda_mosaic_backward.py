@@ -8,7 +8,7 @@ case covers several features at once.
 import numpy as np
 import pytest
 
-from kernels.kda.tpu import backward
+from kernels.kda.tpu import backward_kernel
 from tests.compiling import interpreted
 from tests.kernels import kda_cases
 from tests.kernels.kda_cases import (
@@ -110,7 +110,7 @@ def test_ranks_agree_bit_for_bit():
 @pytest.mark.slow
 def test_ranks_without_room_in_vmem(monkeypatch):
     """What the cotangent pass leaves to the local stage goes through HBM."""
-    monkeypatch.setattr(backward, "fits_vmem", lambda plan: False)
+    monkeypatch.setattr(backward_kernel, "fits_vmem", lambda plan: False)
     ids = ids_of([(100, 1), (28, 2), (65, 3), (63, 0)])
     case = case_of(ids, heads=4, dtype="bfloat16", scale=0.1)  # no other test compiles this scale
     check(run(case, ranks=2), oracle(case), KDA_BOUNDS_BFLOAT16)

@@ -138,7 +138,7 @@ def test_real_sizes(topology, dtype):
     ("topology", "length", "dtype"),
     [
         (V7X, 2048, jnp.bfloat16),
-        slow(V7X, 4096, jnp.bfloat16),  # 16 MiB, the most that stands in VMEM
+        slow(V7X, 4096, jnp.bfloat16),  # 16 MiB, the most that is kept in VMEM
         slow(V7X, 2048, jnp.float32),
         slow(V6E, 8192, jnp.bfloat16),
         slow(V5E, 8192, jnp.bfloat16),

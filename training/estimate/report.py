@@ -37,7 +37,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield (
         f"memory of a device: {_size(needed)} of {_size(capacity)}, "
         + (f"fits with {_size(left)} to spare" if plan.fits else f"{_size(-left)} too much")
-        + f" (in use at one time: {_size(plan.facts.live)})"
+        + f" (the compiler's peak, with program code: {_size(plan.facts.live)})"
     )
     for name, size in dataclasses.asdict(plan.memory).items():
         yield f"  {name.replace('_', ' '):28s}{_size(size):>10s}"

@@ -13,7 +13,7 @@ X, O, Z is what given start states add (`states`). Everything runs in float32, w
 dtype; results are rounded to it.
 """
 
-from kernels.kda.chunked.backward import backward
-from kernels.kda.chunked.forward import forward
+from kernels.kda.chunked.backward_pass import backward
+from kernels.kda.chunked.forward_pass import forward
 
 __all__ = ["backward", "forward"]

@@ -8,8 +8,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.kda.final_states import is_last_rank
 from kernels.kda.problem import Entry, FinalState, Inputs, Problem
-from kernels.kda.tpu import backward as backward_kernel
-from kernels.kda.tpu.backward import Operands, Outputs
+from kernels.kda.tpu import backward_kernel
+from kernels.kda.tpu.backward_kernel import Operands, Outputs
 from kernels.kda.tpu.forward_call import plan_forward
 from kernels.kda.tpu.layout import (
     flat_heads,

@@ -1,5 +1,5 @@
 """One step of the backward kernel on tiles in VMEM: a chunk's cotangent pass and local stage, and
-chunks that run piece by piece. See backward.py."""
+chunks that run piece by piece. See backward_kernel.py."""
 
 from collections.abc import Generator
 from enum import Enum
@@ -45,7 +45,7 @@ class _Piece(NamedTuple):
 
 class Steps:
     """Steps of the kernel; `ops` and `outs` are its references to HBM, `s` those to VMEM by name
-    (double buffers [2, ...] of the step's tiles, see backward.py)."""
+    (double buffers [2, ...] of the step's tiles, see backward_kernel.py)."""
 
     def __init__(self, plan: Plan, ops: Any, outs: Any, s: dict[str, Any]):
         self.plan, self.ops, self.outs, self.s = plan, ops, outs, s

@@ -12,7 +12,7 @@ product a level,
 
     [F 0; M 0; M^T F^T] @ [k E_n; q E_n]        rows: dq, dk as a query, dk as a key
 
-whose masks lie on the left operand only, its rows times E_n. A pair's share of d decay belongs to
+whose masks are on the left operand only, its rows times E_n. A pair's share of d decay belongs to
 every decay between the two: of the query rows' shares q dq + k dk this makes a sum ahead to the
 start of the query's block of n, of the key rows' k dk one back from its end (`straddle_table`). The
 usual reverse sum of q dq + k (dk_row - dk_col) cancels all pairs after t, and in bfloat16 their

@@ -7,8 +7,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.kda.final_states import is_last_rank, start_states, with_empty_segments
 from kernels.kda.problem import Entry, FinalState, Inputs, Problem
-from kernels.kda.tpu import forward as forward_kernel
-from kernels.kda.tpu.forward import Operands
+from kernels.kda.tpu import forward_kernel
+from kernels.kda.tpu.forward_kernel import Operands
 from kernels.kda.tpu.layout import (
     beta_rows,
     flat_heads,
@@ -35,7 +35,7 @@ RANK_IO_SHARE = 4  # out is placed in VMEM if it takes 1 / RANK_IO_SHARE of it o
 
 
 def forward(problem: Problem, inputs: Inputs, segments: Segments, entry: jax.Array | None):
-    """See problem.py. Residuals: what of `forward.Outputs` the backward reads."""
+    """See problem.py. Residuals: what of `forward_kernel.Outputs` the backward reads."""
     plan = plan_forward(problem, inputs)
     operands = forward_operands(plan, inputs, segments, entry)
     outputs = forward_kernel.run(plan, operands)

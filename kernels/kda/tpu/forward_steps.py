@@ -1,5 +1,5 @@
 """One step of the forward kernel on tiles in VMEM: local work, the state through a chunk, and
-chunks that are cut into pieces. `s` holds the kernel's VMEM by name, see forward.py."""
+chunks that are cut into pieces. `s` holds the kernel's VMEM by name, see forward_kernel.py."""
 
 from typing import Any
 

@@ -98,7 +98,7 @@ def token_pieces(segments: Segments) -> jax.Array:
 
 
 def token_columns(plan: Plan, beta: jax.Array, segments: Segments) -> jax.Array:
-    """[groups, T, lanes] float32 columns of `forward.Operands`."""
+    """[groups, T, lanes] float32 columns of `forward_kernel.Operands`."""
     flat = flat_heads(beta[..., None], 1)[..., 0]
     parts = [jnp.swapaxes(flat.reshape(plan.groups, plan.group_heads, plan.tokens), 1, 2)]
     low, high = token_limits(segments)
@@ -121,7 +121,7 @@ def rows_of_groups(plan: Plan, rows: int) -> jax.Array:
 
 
 def tile_pieces(plan: Plan, segments: Segments) -> jax.Array:
-    """[groups, N, 1 + 2 rows] int32 of `forward.Operands`."""
+    """[groups, N, 1 + 2 rows] int32 of `forward_kernel.Operands`."""
     rows, length = segments.index.shape
     counts = token_pieces(segments)[..., -1] + 1  # [B, N]
     starts = jnp.where(later_starts(segments), segments.index, jnp.iinfo(jnp.int32).max)

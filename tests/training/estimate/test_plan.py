@@ -7,6 +7,7 @@ import pytest
 
 from configs import kda_cp4, smoke
 from errors import UserError
+from training.estimate import compile as compiling
 from training.estimate import report, suggest
 from training.estimate.compile import TooLarge, abstract_step, vocabulary_of
 from training.estimate.flops import program_flops
@@ -63,6 +64,27 @@ def test_settings_that_need_less_memory_are_tried_in_order(monkeypatch):
         ("full", "remat", 2), ("full", "remat", 4),
     ]  # fmt: skip
     assert config.model.remat == "none"  # the given config is left alone
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "says"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory "
+            "space hbm. Used 42.60G of 31.25G hbm. Exceeded hbm capacity by 11.35G.",
+            TooLarge,
+            "needs 45.7 GB of 33.6 GB",
+        ),
+        ("config.mesh.tensor=3: needs a divisor", UserError, "config.mesh.tensor=3"),
+    ],
+)
+def test_the_childs_error_is_reported(monkeypatch, tmp_path, text, kind, says):
+    def child(*arguments, **_):
+        (tmp_path / "error.txt").write_text(text)
+
+    monkeypatch.setattr(compiling.subprocess, "run", child)
+    with pytest.raises(kind, match=says):
+        compiling.compile_step(kda_cp4.get_config(), "v6e:2x2", str(tmp_path))
 
 
 def test_flops_count_loops_and_all_devices():

@@ -47,6 +47,15 @@ def test_a_section_of_the_document_is_replaced_and_the_rest_kept():
     assert plans.replace_section(once, "x", iter(["new"])) == once
 
 
+def test_a_config_has_one_row_in_the_order_of_the_configs():
+    text = "\n".join(["a", *plans.marks("plans"), "b", ""])
+    for row in ("| kda_1b | old |", "| smoke | x |", "| kda_1b | new |"):
+        text = plans.with_row(text, row)
+    begin, end = plans.marks("plans")
+    rows = ["| smoke | x |", "| kda_1b | new |"]
+    assert text == "\n".join(["a", begin, *plans.PLAN_HEAD, *rows, end, "b", ""])
+
+
 def test_the_calibration_states_its_errors():
     errors = [float(row.split("|")[-2].strip(" %")) for row in list(plans.calibration_table())[2:]]
     # One factor for two times that differ by 14 % a bundle: within 7.5 % of each, and the packed

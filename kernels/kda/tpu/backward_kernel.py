@@ -43,7 +43,7 @@ STEP = -1  # the direction in which cotangents pass along the ranks
 
 
 class Operands(NamedTuple):
-    """Inputs of the kernel, in HBM unless said; layouts as in forward.py."""
+    """Inputs of the kernel, in HBM unless said; layouts as in forward_kernel.py."""
 
     q: Any  # [heads, T, K]
     k: Any  # [heads, T, K]

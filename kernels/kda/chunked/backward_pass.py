@@ -20,7 +20,7 @@ from kernels.kda.chunked.call import (
     step_share,
     step_starts,
 )
-from kernels.kda.chunked.forward import (
+from kernels.kda.chunked.forward_pass import (
     EndChunks,
     Kept,
     all_states,

@@ -1,0 +1,68 @@
+"""Makes kimi_hybrid.npz: what transformers' `kimi_linear` computes with a KDA and an MLA layer.
+
+    python3.12 -m venv /tmp/hf && /tmp/hf/bin/pip install torch==2.13.0 transformers==5.24.0
+    /tmp/hf/bin/python tests/golden/make_kimi_hybrid.py
+
+As make_kimi_linear.py, whose float64 code and weights it uses. Every size of MLA differs from the
+others. "w:" is a weight, "g:" the loss's gradient with respect to it; two rows of 40 tokens.
+"""
+
+import pathlib
+
+import numpy as np
+import torch
+import transformers
+from make_kimi_linear import in_float64, make_weights
+from transformers.models.kimi_linear import KimiLinearConfig, modeling_kimi_linear
+
+FILE = pathlib.Path(__file__).parent / "kimi_hybrid.npz"
+
+
+def make_model(random: np.random.Generator) -> torch.nn.Module:
+    config = KimiLinearConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        linear_head_dim=16,
+        linear_num_heads=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=20,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=6,
+        v_head_dim=10,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_layer_types=["dense"] * 2,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        attn_implementation="eager",
+    )
+    model = in_float64(modeling_kimi_linear).KimiLinearForCausalLM(config).double()
+    make_weights(model, random)
+    return model
+
+
+def main() -> None:
+    random = np.random.default_rng(1)
+    model = make_model(random)
+    tokens = random.integers(0, 61, (2, 40))
+    targets = np.roll(tokens, -1, axis=1)
+    logits = model(input_ids=torch.tensor(tokens), use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(targets).flatten())
+    loss.backward()
+    assert logits.dtype == torch.float64
+
+    arrays = {"logits": logits.detach(), "loss": loss.detach()}
+    for name, weight in model.named_parameters():
+        arrays |= {f"w:{name}": weight.detach(), f"g:{name}": weight.grad}
+    stored = {name: np.asarray(array, np.float32) for name, array in arrays.items()}
+    stored |= {"tokens": tokens.astype(np.int32), "targets": targets.astype(np.int32)}
+    np.savez_compressed(FILE, **stored)
+    size = FILE.stat().st_size
+    print(f"transformers {transformers.__version__}, loss {loss.item():.6f}, {size} bytes")
+
+
+if __name__ == "__main__":
+    main()

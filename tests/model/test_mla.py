@@ -1,0 +1,198 @@
+"""Latent attention against transformers' `kimi_linear` and against loops over tokens in float64."""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.checks import check_mesh
+from model.config import ModelConfig
+from model.decoder import init_carry, plan_rows
+from model.flops import key_flops_per_token, train_flops_per_token
+from model.mixers import mla
+from options import OptionError
+from tests.compiling import fast_jit
+from tests.model_cases import compiled, make_mesh, make_params, row, worst_error
+from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
+
+HYBRID = ModelConfig(
+    vocab_size=61,
+    d_model=32,
+    pattern="kda, mla",
+    num_repeats=1,
+    d_ff=48,
+    kda_heads=2,
+    key_dim=16,
+    value_dim=16,
+    gate_rank=16,
+    mla_heads=4,
+    mla_kv_rank=20,
+    mla_nope_dim=12,
+    mla_rope_dim=6,
+    mla_value_dim=10,
+    attention_block=16,
+    compute_dtype="float32",
+    carry=False,
+)
+ALONE = dataclasses.replace(HYBRID, pattern="mla")
+LINEARS = {
+    "kda": {
+        "q": "q_proj",
+        "k": "k_proj",
+        "v": "v_proj",
+        "decay_a": "forget_gate.f_a_proj",
+        "decay_b": "forget_gate.f_b_proj",
+        "beta": "b_proj",
+        "output_gate_a": "g_a_proj",
+        "output_gate_b": "g_b_proj",
+        "output": "o_proj",
+    },
+    "mla": {
+        "q": "q_proj",
+        "kv_down": "kv_a_proj_with_mqa",
+        "kv_up": "kv_b_proj",
+        "output": "o_proj",
+    },
+}
+
+
+@functools.cache
+def golden() -> dict[str, np.ndarray]:
+    with np.load(pathlib.Path(__file__).parents[1] / "golden" / "kimi_hybrid.npz") as arrays:
+        return dict(arrays)
+
+
+def to_ours(kind: str) -> dict:
+    """Their weights ("w:") or gradients ("g:") in our layout: matrices are (input, output)."""
+
+    def block(number: int, mixer: str) -> dict:
+        def get(name: str) -> np.ndarray:
+            return golden()[f"{kind}model.layers.{number}.{name}"]
+
+        linears = LINEARS[mixer].items()
+        params = {ours: get(f"self_attn.{theirs}.weight").T for ours, theirs in linears}
+        if mixer == "kda":
+            taps = np.split(get("self_attn.conv1d.weight")[:, 0].T, 3, axis=1)
+            params |= dict(zip(("q_conv", "k_conv", "v_conv"), taps))
+            params["a_log"] = get("self_attn.forget_gate.A_log").reshape(HYBRID.kda_heads)
+            params["dt_bias"] = get("self_attn.forget_gate.dt_bias").reshape(HYBRID.kda_heads, -1)
+            params["output_norm"] = get("self_attn.o_norm.weight")
+        else:
+            params["kv_norm"] = get("self_attn.kv_a_layernorm.weight")
+        layer = {
+            "mixer": params,
+            "ffn": {name: get(f"mlp.{name}_proj.weight").T for name in ("gate", "up", "down")},
+            "mixer_norm": get("input_layernorm.weight"),
+            "ffn_norm": get("post_attention_layernorm.weight"),
+        }
+        return jax.tree.map(lambda x: x[None], layer)
+
+    def padded(table: np.ndarray) -> np.ndarray:
+        return np.pad(table, ((0, HYBRID.padded_vocab_size - len(table)), (0, 0)))
+
+    return {
+        "embedding": padded(golden()[kind + "model.embed_tokens.weight"]),
+        "blocks": tuple(block(number, mixer) for number, mixer in enumerate(HYBRID.mixers)),
+        "final_norm": golden()[kind + "model.norm.weight"],
+        "head": padded(golden()[kind + "lm_head.weight"]).T,
+    }
+
+
+@pytest.mark.parametrize("mesh_sizes", [{}, {"context": 4, "tensor": 2}])
+def test_a_hybrid_has_their_logits_loss_and_gradients(mesh_sizes):
+    tokens = golden()["tokens"]
+    batch = {
+        "tokens": tokens,
+        "targets": golden()["targets"],
+        "segment_ids": np.ones_like(tokens),
+        "loss_weights": np.ones(tokens.shape, np.float32),
+        "continues": np.zeros(len(tokens), bool),
+    }
+    run = compiled(HYBRID, **mesh_sizes)
+    ours = run(to_ours("w:"), init_carry(HYBRID, 2), batch, z_weight=0.0)
+    assert worst_error(ours["logits"], golden()["logits"])[0] < MODEL_FLOAT32
+    assert worst_error(ours["loss"], golden()["loss"])[0] < MODEL_FLOAT32
+    error, name = worst_error(ours["d_params"], to_ours("g:"))
+    assert error < MODEL_FLOAT32_GRADIENT, name
+
+
+def by_loops(params: dict, x: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
+    """The mixer in float64, a token and a head at a time; zero at padding."""
+    cfg = ALONE
+    p = {name: np.asarray(value, np.float64) for name, value in params.items()}
+    y = np.zeros(x.shape)
+    for b, t in np.argwhere(segment_ids != 0):
+        document = segment_ids[b, t]
+        seen = [s for s in range(t + 1) if segment_ids[b, s] == document]
+        down = x[b, seen].astype(np.float64) @ p["kv_down"]
+        latent, shared = down[:, : cfg.mla_kv_rank], down[:, cfg.mla_kv_rank :]
+        latent = latent / np.sqrt((latent**2).mean(1, keepdims=True) + 1e-6) * p["kv_norm"]
+        out = []
+        for h in range(cfg.mla_heads):
+            query = (x[b, t].astype(np.float64) @ p["q"])[h * 18 : (h + 1) * 18]
+            own = latent @ p["kv_up"][:, h * 22 : h * 22 + 12]
+            score = (own @ query[:12] + shared @ query[12:]) / np.sqrt(18)
+            weight = np.exp(score - score.max())
+            out.append(weight @ (latent @ p["kv_up"][:, h * 22 + 12 : (h + 1) * 22]) / weight.sum())
+        y[b, t] = np.concatenate(out) @ p["output"]
+    return y
+
+
+def mix(cfg: ModelConfig, params: dict, x, segment_ids, continues, carry, **mesh_sizes):
+    """(y, carry) of one layer on a mesh."""
+    mesh = make_mesh(**mesh_sizes)
+
+    def run(x, carry):
+        plan = plan_rows(jnp.asarray(segment_ids), jnp.asarray(continues), mesh)
+        return mla.forward(params, cfg, x, plan, carry, mesh)[:2]
+
+    return jax.tree.map(np.asarray, fast_jit(run)(jnp.asarray(x, jnp.float32), carry))
+
+
+def inputs(rows: int, length: int) -> tuple[dict, np.ndarray]:
+    params = jax.tree.map(lambda x: x[0], make_params(ALONE)["blocks"][0]["mixer"])
+    return params, np.random.default_rng(3).normal(size=(rows, length, 32)).astype(np.float32)
+
+
+@pytest.mark.parametrize("mesh_sizes", [{}, {"context": 4, "tensor": 2}])
+def test_packed_documents_and_padding_are_those_of_loops_over_tokens(mesh_sizes):
+    ids = np.stack([row((1, 5), (2, 17), (0, 3), (3, 15)), row((0, 4), (6, 36))])
+    params, x = inputs(*ids.shape)
+    y, _ = mix(ALONE, params, x, ids, [False] * 2, {}, **mesh_sizes)
+    assert worst_error(y[ids != 0], by_loops(params, x, ids)[ids != 0])[0] < MODEL_FLOAT32
+
+
+def test_rows_with_memory_are_one_long_row():
+    """Two rows of 16 tokens, of which the second continues, and a memory of 16."""
+    cfg = dataclasses.replace(ALONE, carry=True, attention_memory=16)
+    ids = np.stack([row((1, 32)), row((1, 10), (2, 22))])
+    params, x = inputs(*ids.shape)
+    carry, parts = mla.init_carry(cfg, 2), []
+    for part, continues in ((slice(0, 16), False), (slice(16, 32), True)):
+        y, carry = mix(cfg, params, x[:, part], ids[:, part], [continues] * 2, carry)
+        parts.append(y)
+    assert carry["k"].shape == (2, 4, 16, 18)
+    expected = by_loops(params, x, ids)
+    assert worst_error(np.concatenate(parts, 1), expected)[0] < MODEL_FLOAT32
+    alone = by_loops(params, x[:, 16:], ids[:, 16:])
+    assert worst_error(alone, expected[:, 16:])[0] > 0.1, "memory would not matter here"
+
+
+def test_flops_by_hand():
+    cfg = ModelConfig(vocab_size=258, pattern="mla", num_repeats=1)
+    matrices = 256 * (2 * 192) + 256 * (512 + 64) + 512 * 2 * (128 + 128) + 2 * 128 * 256
+    ffn, head = 3 * 256 * 768, 256 * 258
+    assert train_flops_per_token(cfg) == 3 * 2 * (matrices + ffn + head)
+    assert key_flops_per_token(cfg, 100.0) == 3 * 2 * 2 * (192 + 128) * 100.0
+
+
+def test_what_cannot_work_is_refused():
+    with pytest.raises(OptionError, match=r"config.model.mla_value_dim=19: needs at most .*\(18\)"):
+        dataclasses.replace(ALONE, mla_value_dim=19)
+    sizes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 3}
+    with pytest.raises(OptionError, match=r"config.mesh.tensor=3: .*mla_heads \(4\)"):
+        check_mesh(ALONE, sizes)
