@@ -12,7 +12,9 @@ from jax.experimental import multihost_utils
 from checkpoints.errors import CheckpointError
 
 # Orbax passes whole paths to glob; TensorStore writes what belongs into a\\b into a/b.
+# Paths of buckets are read as URLs.
 _MISREAD = re.compile(r"[*?[\\]")
+_MISREAD_IN_BUCKETS = re.compile(r"[*?[\\#\x00-\x1f\x7f]")
 
 
 def find(directory: str) -> epath.Path:
@@ -34,9 +36,10 @@ def find(directory: str) -> epath.Path:
 
 def _check_name(directory: str) -> None:
     advice = "try another --workdir or config.checkpoint.directory"
-    if found := _MISREAD.search(directory):
+    misread = _MISREAD_IN_BUCKETS if "://" in directory else _MISREAD
+    if found := misread.search(directory):
         raise CheckpointError(
-            f"{directory}: contains {found[0]}, which Orbax or TensorStore misread, so that "
+            f"{directory}: contains {found[0]!r}, which Orbax or TensorStore misread, so that "
             f"checkpoints saved there could not be restored; {advice}"
         )
     try:

@@ -54,6 +54,13 @@ def test_a_bucket_that_does_not_exist_is_one_line(gcs):
     assert "\n" not in str(caught.value) and "none" not in gcs.buckets
 
 
+@pytest.mark.parametrize("name", ["a#b", "a\tb", "a\nb", "a[1]b", "a?b"])
+def test_names_that_would_be_read_as_other_ones_are_refused(gcs, bucket, name):
+    with pytest.raises(CheckpointError, match="misread"):
+        Manager(f"gs://{bucket}/{name}", KEEP, print)
+    assert not gcs.buckets[bucket]
+
+
 @pytest.mark.parametrize(
     ("method", "pattern"),
     [
