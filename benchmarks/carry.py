@@ -118,9 +118,20 @@ class Masked:
 
 def evaluate(parts, params, keep) -> float:
     """Validation bits a byte at the positions that `keep` says."""
+    from data.loader import make_loader
+    from data.options import DataConfig
     from training.evaluate import Evaluator
 
-    batches = Masked(parts.validation, keep)
+    config = parts.config
+    loader = make_loader(
+        DataConfig(**config.data),
+        split="eval",
+        mesh=parts.mesh,
+        seed=config.train.seed,
+        max_batches=config.eval.batches,
+        positions=True,
+    )
+    batches = Masked(loader, keep)
     evaluator = Evaluator(
         parts.model,
         parts.mesh,
@@ -129,7 +140,9 @@ def evaluate(parts, params, keep) -> float:
         parts.goodput,
         reads_bytes=False,
     )
-    return evaluator(params)["eval/bits_per_byte"]
+    values = evaluator(params, lambda: None)
+    loader.close()
+    return values["eval/bits_per_byte"]
 
 
 def table(trained: list[Trained]) -> list[tuple[str, list[str]]]:

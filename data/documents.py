@@ -1,4 +1,4 @@
-"""Where documents come from, and which of them are held out for evaluation.
+"""Sources of documents by config.data.source, and which documents are held out for evaluation.
 
 A source is a random-access sequence of documents as bytes: the running Python's standard library,
 text files, JSONL, Parquet or ArrayRecord. Opening one lists files, samples their content and, for

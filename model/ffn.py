@@ -1,4 +1,4 @@
-"""Feed-forward layers: what they are, and those there are.
+"""Feed-forward layers: their protocol (with metrics they report), SwiGLU, and the registry.
 
 Axes: B row, T token, D residual width, F FFN column.
 """

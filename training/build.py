@@ -1,6 +1,7 @@
 """What a run is made of before anything is compiled: mesh, loaders, model, optimizer."""
 
 import dataclasses
+import functools
 import os
 import time
 
@@ -14,6 +15,7 @@ from data.options import DataConfig
 from errors import UserError
 from model.checks import check_mesh
 from model.config import ModelConfig
+from model.mixers.registry import reads_positions
 from model.params import param_count
 from options import wrong
 from training import devices
@@ -45,12 +47,15 @@ def build(config: ConfigDict, workdir: str) -> Parts:
     goodput = _goodput(workdir)
     mesh = devices.make_mesh(config.mesh)
     data, train = DataConfig(**config.data), config.train
-    loader = make_loader(
-        data, split="train", mesh=mesh, seed=train.seed, windows=train.tbptt_windows
+    load = functools.partial(
+        make_loader,
+        data,
+        mesh=mesh,
+        seed=train.seed,
+        positions=reads_positions(config.model.pattern),
     )
-    validation = make_loader(
-        data, split="eval", mesh=mesh, seed=train.seed, max_batches=config.eval.batches
-    )
+    loader = load(split="train", windows=train.tbptt_windows)
+    validation = load(split="eval", max_batches=config.eval.batches)
     model = model_config(config, loader.tokenizer.vocab_size)
     check_mesh(model, mesh.shape)
     options = options_of(config.optimizer, train.steps)

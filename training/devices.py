@@ -1,4 +1,4 @@
-"""Which devices a run uses, settled before JAX looks for any, and their mesh.
+"""Chooses the devices of a run, before JAX looks for any, and makes their mesh.
 
 JAX is imported in functions here.
 """

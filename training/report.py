@@ -1,4 +1,4 @@
-"""From a step's device numbers to what is reported: learning, speed, memory, goodput."""
+"""Turns what a step returned, layers' metrics included, into the values that are logged."""
 
 import dataclasses
 import math

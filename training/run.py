@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 
 from checkpoints.manager import CheckpointError, Manager
 from data.batch import Batch
+from model.mixers.registry import reads_positions
 from training import evaluation, restore
 from training.build import Parts, build, describe
 from training.evaluate import Evaluator
@@ -200,7 +201,13 @@ def _compile_step(parts: Parts, writers: Writers) -> tuple[Any, tuple[jax.Array,
 
 def _batch_shapes(parts: Parts, windows: int) -> Batch:
     data = parts.config.data
-    return batch_shapes(parts.mesh, windows, data.global_batch_size, data.sequence_length)
+    return batch_shapes(
+        parts.mesh,
+        windows,
+        data.global_batch_size,
+        data.sequence_length,
+        positions=reads_positions(parts.model.pattern),
+    )
 
 
 def _conclude(

@@ -1,4 +1,4 @@
-"""What one `kda` call asks for: static choices (`Problem`) and arrays (`Inputs`).
+"""What one `kda` call asks for: `Problem`, `Inputs`, and CHUNK, the chunk length of all forms.
 
 Backends share one internal signature (axes: B row, T token, H head, K key channel, V value
 channel):

@@ -1,4 +1,6 @@
-"""What a mixer is. Each is a module in this package; registry.py has its one line.
+"""What a mixer is: its parameters, carry, forward, FLOPs, and the metrics that it reports.
+
+Each is a module in this package; registry.py has its one line.
 
 Axes: B row, T token, D residual width.
 """

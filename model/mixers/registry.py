@@ -12,14 +12,24 @@ MIXERS: dict[str, Mixer] = {
 }
 
 
-def mixers_of(cfg: ModelConfig) -> tuple[Mixer, ...]:
-    """The mixers of one repeat, in order.
+def mixers_named(names: str) -> tuple[Mixer, ...]:
+    """The mixers of a pattern, in order.
 
     Raises:
         OptionError: config.model.pattern names one that does not exist.
     """
-    for name in cfg.mixers:
-        if name not in MIXERS:
-            needs = "names of " + ", ".join(MIXERS)
-            raise wrong("config.model.pattern", cfg.pattern, needs, next(iter(MIXERS)))
-    return tuple(MIXERS[name] for name in cfg.mixers)
+    listed = names.replace(",", " ").split()
+    if any(name not in MIXERS for name in listed):
+        needs = "names of " + ", ".join(MIXERS)
+        raise wrong("config.model.pattern", names, needs, next(iter(MIXERS)))
+    return tuple(MIXERS[name] for name in listed)
+
+
+def mixers_of(cfg: ModelConfig) -> tuple[Mixer, ...]:
+    """The mixers of one repeat, in order; see `mixers_named`."""
+    return mixers_named(cfg.pattern)
+
+
+def reads_positions(names: str) -> bool:
+    """Whether a mixer of a pattern needs each token's place in its document on the device."""
+    return any(mixer.READS_POSITIONS for mixer in mixers_named(names))

@@ -148,7 +148,11 @@ def files(folder: epath.Path) -> list[epath.Path]:
 
 
 def snapshot(folder: epath.Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in tree(folder) if path.name != ".folder"}
+    return {
+        str(path): path.read_bytes()
+        for path in tree(folder)
+        if path.name not in (".folder", ".lease")
+    }
 
 
 def flip(path: epath.Path, place: float) -> None:

@@ -99,6 +99,7 @@ def abstract_step(devices: Any, config: ConfigDict, vocabulary: int) -> tuple[An
     from model.axes import MESH_AXES
     from model.checks import check_mesh
     from model.config import ModelConfig
+    from model.mixers.registry import reads_positions
     from training.optimizer import make_optimizer, make_schedule
     from training.options import OptimizerOptions, TrainOptions
     from training.state import state_shapes
@@ -120,7 +121,13 @@ def abstract_step(devices: Any, config: ConfigDict, vocabulary: int) -> tuple[An
     votes = jax.ShapeDtypeStruct(
         (mesh.size,), np.int32, sharding=jax.NamedSharding(mesh, jax.P(MESH_AXES))
     )
-    batch = batch_shapes(mesh, train.tbptt_windows, data.global_batch_size, data.sequence_length)
+    batch = batch_shapes(
+        mesh,
+        train.tbptt_windows,
+        data.global_batch_size,
+        data.sequence_length,
+        positions=reads_positions(model.pattern),
+    )
     return step, (shapes, batch, votes), model, mesh
 
 

@@ -1,4 +1,4 @@
-"""A call of the chunked form: its arrays in the order of the walk (`layout`), one step's share."""
+"""The arrays of a call of the chunked form, reordered for the walk, and the share of one step."""
 
 import functools
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Stages of one chunk of C = CHUNK tokens as pure functions on arrays [..., C, channels].
+"""Stages of one chunk of C tokens (`problem.CHUNK`) as pure functions on [..., C, channels].
 
 Letters follow the chunked form of Kimi Delta Attention (arXiv 2510.26692): with E the decay factor
 of each token and D(j, i) the product of E over the tokens j+1 .. i (C is a power of two),
