@@ -148,7 +148,12 @@ def mix(cfg: ModelConfig, params: dict, x, segment_ids, continues, carry, **mesh
 
     def run(x, carry):
         plan = plan_rows(jnp.asarray(segment_ids), jnp.asarray(continues), mesh)
-        return mla.forward(params, cfg, x, plan, carry, mesh)[:2]
+        specs = mla.param_specs(cfg)
+        layer = jax.tree.map(lambda x: x[None], params)
+        layer = jax.tree.map(lambda x: x[0], spread_params(layer, specs, mesh))
+        y, ends, *_ = mla.forward(layer, cfg, x, plan, carry, None, mesh)
+        stacked = jax.tree.map(lambda x: x[None], (carry, ends))
+        return y, jax.tree.map(lambda x: x[0], mla.new_carry(cfg, plan, *stacked))
 
     return jax.tree.map(np.asarray, fast_jit(run)(jnp.asarray(x, jnp.float32), carry))
 
