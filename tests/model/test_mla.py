@@ -14,6 +14,7 @@ from model.config import ModelConfig
 from model.decoder import init_carry, plan_rows
 from model.flops import key_flops_per_token, train_flops_per_token
 from model.mixers import mla
+from model.params import spread_params
 from options import OptionError
 from tests.compiling import fast_jit
 from tests.model_cases import compiled, make_mesh, make_params, row, worst_error
