@@ -21,8 +21,9 @@ from model.mixers.registry import MIXERS, mixers_of
 from options import OptionError
 from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, row
 from tests.tolerances import MODEL_FLOAT32
+from training.options import TrainOptions
 from training.state import state_shapes
-from training.step import StepConfig, make_train_step, make_votes
+from training.step import make_train_step, make_votes
 
 TOY = dataclasses.replace(KDA, pattern="toy, toy", num_repeats=2)
 SIZES = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1}
@@ -88,7 +89,7 @@ def batch_of(segment_ids: np.ndarray) -> Batch:
     )
 
 
-def train(cfg, batch: Batch, steps: int, options: StepConfig = StepConfig()):  # noqa: B008
+def train(cfg, batch: Batch, steps: int, options: TrainOptions = TrainOptions()):  # noqa: B008
     """The parameters before each step, the metrics of each, and the state at the end."""
     mesh, optimizer = make_mesh(), optax.sgd(RATE)
     shapes = state_shapes(cfg, mesh, optimizer, batch.tokens.shape[1], 2)
@@ -131,7 +132,7 @@ def test_a_toy_mixer_trains_and_reports_under_the_number_of_its_layer(scan_layer
 @pytest.mark.parametrize("parts", [1, 2])
 def test_metrics_are_means_over_windows_and_parts(parts):
     batch = batch_of(np.stack([FULL, SPARSE]))
-    _, (metrics,), state = train(TOY, batch, 1, StepConfig(grad_accum_steps=parts))
+    _, (metrics,), state = train(TOY, batch, 1, TrainOptions(grad_accum_steps=parts))
     assert {float(metrics[f"layer_{n:02d}/real"]) for n in range(4)} == {(32 + 8) / 64}
     for carry in state.carry["blocks"]:
         np.testing.assert_array_equal(carry["seen"], [[24.0, 16.0]] * 2)
@@ -141,7 +142,7 @@ def test_layers_without_metrics_add_none():
     mesh, batch = make_mesh(), batch_of(FULL[None])
     shapes = state_shapes(KDA, mesh, optax.sgd(RATE), 2, 2)
     step = make_train_step(
-        StepConfig(), KDA, mesh, optax.sgd(RATE), optax.constant_schedule(RATE), shapes
+        TrainOptions(), KDA, mesh, optax.sgd(RATE), optax.constant_schedule(RATE), shapes
     )
     _, metrics = jax.eval_shape(step, shapes, batch, make_votes(mesh)[0])
     assert "loss" in metrics and not [name for name in metrics if "/" in name]
