@@ -24,7 +24,7 @@ def open_streams() -> None:
 
 def mute_native_stdout() -> None:
     """Drops what libraries print on file descriptor 1 without Python: Gloo's lines about
-    connections, which several threads write into ours. sys.stdout gets a descriptor of its own."""
+    connections, which several threads write into ours. sys.stdout gets a separate descriptor."""
     before = sys.stdout
     before.flush()
     ours, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)

@@ -187,7 +187,8 @@ def _resume_target(parts: Parts, metadata: Metadata, log: Log) -> dict[str, jax.
 
 def _differences(metadata: Metadata, parts: Parts) -> resume.Differences:
     meanings = {name: option.on_resume for name, _, option in base.all_options()}
-    return resume.differences(metadata["config"], parts.config.to_dict(), meanings)
+    saved = resume.with_defaults(metadata["config"], base.get_config().to_dict())
+    return resume.differences(saved, parts.config.to_dict(), meanings)
 
 
 def check_same_parameters(folder: str, theirs: ModelConfig, ours: ModelConfig) -> None:

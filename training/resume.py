@@ -24,6 +24,13 @@ class Differences:
     other: list[str]
 
 
+def with_defaults(saved: Config, defaults: Config) -> Config:
+    """A saved config with the defaults of options that were added since: an option's default is
+    what the trainer did before it had the option."""
+    return {group: {**defaults.get(group, {}), **saved.get(group, {})}
+            for group in {**saved, **defaults}}  # fmt: skip
+
+
 def differences(saved: Config, current: Config, meanings: Mapping[str, str]) -> Differences:
     """Compares two configs as nested dicts.
 

@@ -13,7 +13,7 @@ from checkpoints.manager import Manager
 from configs import base, smoke
 from tests.tolerances import RESUMED_ON_ANOTHER_MESH
 from tests.trainer import Running, digests_of, learning, reports, steps_on_disk, train
-from training.resume import differences, rate_jump
+from training.resume import differences, rate_jump, with_defaults
 
 pytestmark = pytest.mark.timeout(1200)  # each run has its own limit
 
@@ -249,6 +249,9 @@ def test_differences_tell_another_model_from_other_options():
         "config.optimizer.b1 is 0.9 there and 0.8 here",
         "config.train.new is None there and 1 here",
     ]
+    older = {"model": {"d_model": 64}}  # before remat was an option
+    filled = with_defaults(older, {"model": {"d_model": 1, "remat": "full"}, "log": {"every": 1}})
+    assert filled == {"model": {"d_model": 64, "remat": "full"}, "log": {"every": 1}}
     assert differences(saved, saved, meanings) == type(found)([], [], [])
 
 
