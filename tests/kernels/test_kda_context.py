@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from kernels.kda import kda, kda_on_rank
 from kernels.kda.chunked import layout
 from kernels.segments import plan_segments
-from tests.compiling import fast_jit
+from tests.compiling import fast_jit, interpreted
 from tests.kernels.kda_cases import TOKENS, check, error, ids_of, make_case, oracle, run
 from tests.tolerances import KDA_BOUNDS_FLOAT32, KDA_BOUNDS_ROUNDED, KDA_SAME_ORDER
 
@@ -131,11 +131,8 @@ def test_long_rows(ranks, lengths):
     check(run(case, ranks=ranks), oracle(case), KDA_BOUNDS_FLOAT32)
 
 
-@pytest.mark.parametrize("ids", [ROWS["long"], ROWS["padding"]], ids=["long", "padding"])
-@pytest.mark.parametrize("start", [False, True])
-def test_a_call_repeated_from_its_entry_states(ids, start):
-    """Output and gradients are those of the first call, bit for bit where steps have one order."""
-    case = make_case(ids, gate="softplus", slots=1, start=start, final="last")
+def called_twice(case, ranks: int, implementation: str):
+    """(output, gradients) of a call, and of its repetition from the entry states it returned."""
     names = "initial_state", "default_initial_state", "a_log", "dt_bias"
     token = P(None, None, "context")
     specs = {n: token if n in TOKENS else P() for n in case.arrays}
@@ -144,7 +141,7 @@ def test_a_call_repeated_from_its_entry_states(ids, start):
         return kda_on_rank(
             *(arrays[n] for n in TOKENS), segments, entry=entry, final_state="last",
             lower_bound=None, qk_l2norm=True, axis_name="context", state_policy="remat",
-            implementation="chunked", **{n: arrays.get(n) for n in names},
+            implementation=implementation, **{n: arrays.get(n) for n in names},
         )  # fmt: skip
 
     def both(arrays, ids, d_out, d_final):
@@ -156,13 +153,34 @@ def test_a_call_repeated_from_its_entry_states(ids, start):
         (again, *_), pull = jax.vjp(lambda arrays: call(arrays, segments, entry), arrays)
         return (first, gradients), (again, pull((*cotangents, jnp.zeros_like(entry)))[0])
 
-    mesh = Mesh(np.array(jax.devices()[:4]), ("context",))
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("context",))
     results = (token, specs)
     run = jax.shard_map(
         both, mesh=mesh, in_specs=(specs, P(None, "context"), token, P()),
         out_specs=(results, results),
     )  # fmt: skip
     arguments = case.arrays, jnp.asarray(case.ids), jnp.asarray(case.d_out), case.d_final
-    first, again = fast_jit(run)(*arguments)
+    return (jax.jit if implementation == "mosaic_tpu" else fast_jit)(run)(*arguments)
+
+
+@pytest.mark.parametrize("ids", [ROWS["long"], ROWS["padding"]], ids=["long", "padding"])
+@pytest.mark.parametrize("start", [False, True])
+def test_a_call_repeated_from_its_entry_states(ids, start):
+    """Output and gradients are those of the first call, bit for bit where steps have one order."""
+    case = make_case(ids, gate="softplus", slots=1, start=start, final="last")
+    first, again = called_twice(case, 4, "chunked")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=KDA_SAME_ORDER), first, again)
     assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(first[1]))
+
+
+def test_a_call_of_the_tpu_kernels_repeated_from_its_entry_states():
+    """Interpreted, with race detection: the same bits as the call that received its states."""
+    case = make_case(
+        ids_of([(100, 1), (92, 2)]), keys=32, values=32, gate="softplus", slots=1, final="last"
+    )
+    with interpreted():
+        first, again = jax.block_until_ready(called_twice(case, 3, "mosaic_tpu"))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    expected, _ = called_twice(case, 3, "chunked")
+    errors = jax.tree.map(lambda a, b: error(a, np.asarray(b, np.float64)), first, expected)
+    assert max(jax.tree.leaves(errors)) < KDA_SAME_ORDER, errors
