@@ -13,8 +13,8 @@ from data.files import Files, sampled_spans, wide_encoding
 from data.options import DataConfig
 from data.readers import reader
 from errors import DataError
+from tests.data.loader_cases import change, loader, take
 from tests.data.test_documents import FORMATS, TEXTS, write
-from tests.data.test_loader import change, loader, take
 
 TERABYTE = 10**12
 
