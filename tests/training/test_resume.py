@@ -52,12 +52,17 @@ def test_steps_in_two_processes_are_the_steps_of_one(whole, tmp_path):
 
 KILLED_IN_SAVE = """
 import os, signal
-save = train.Saver.save
-def begin(saver, step, *rest):
-    save(saver, step, *rest)
-    if step == 10:
-        os.kill(os.getpid(), signal.SIGKILL)
-train.Saver.save = begin
+start = train.train
+def hooked(*arguments):
+    from training import run  # imports JAX, whose devices are chosen now
+    save = run.Saver.save
+    def begin(saver, step, *rest):
+        save(saver, step, *rest)
+        if step == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+    run.Saver.save = begin
+    start(*arguments)
+train.train = hooked
 """
 
 
