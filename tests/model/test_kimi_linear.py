@@ -10,7 +10,8 @@ import pytest
 
 from model.config import ModelConfig
 from model.decoder import init_carry, plan_rows
-from model.mixers.kda import forward as kda_mixer
+from model.mixers import kda
+from model.params import spread_params
 from tests.compiling import fast_jit
 from tests.model_cases import compiled, make_mesh, worst_error
 from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
@@ -98,14 +99,23 @@ def test_whole_model_has_their_logits_loss_and_gradients(golden, context):
     assert error < MODEL_FLOAT32_GRADIENT, name
 
 
-def test_mixer_has_their_output_and_input_gradient(golden):
+def mixer_of(golden: dict, cfg: ModelConfig):
+    """x [B, T, D] -> the output of the first layer's mixer."""
     mesh = make_mesh()
-    params = jax.tree.map(lambda x: x[0], to_ours(golden, "w:")["blocks"][0]["mixer"])
+    stacked = jax.tree.map(lambda x: x[:1], to_ours(golden, "w:")["blocks"][0]["mixer"])
     plan = plan_rows(jnp.ones((2, 70), jnp.int32), jnp.zeros(2, bool), mesh)
 
+    def run(x: jax.Array) -> jax.Array:
+        params = jax.tree.map(lambda x: x[0], spread_params(stacked, kda.param_specs(cfg), mesh))
+        return kda.forward(params, cfg, x, plan, {}, None, mesh)[0]
+
+    return run
+
+
+def test_mixer_has_their_output_and_input_gradient(golden):
     @fast_jit
     def run(x):
-        out, pull = jax.vjp(lambda x: kda_mixer(params, CONFIG, x, plan, {}, mesh)[0], x)
+        out, pull = jax.vjp(mixer_of(golden, CONFIG), x)
         return out, pull(jnp.asarray(golden["mixer_d_out"]))[0]
 
     out, d_in = run(golden["mixer_in"])
@@ -115,9 +125,6 @@ def test_mixer_has_their_output_and_input_gradient(golden):
 
 def test_comparison_sees_a_wrong_gate(golden):
     """The bounded gate is another function; golden values blind to it would prove little."""
-    mesh = make_mesh()
     other = dataclasses.replace(CONFIG, decay_gate="bounded")
-    params = jax.tree.map(lambda x: x[0], to_ours(golden, "w:")["blocks"][0]["mixer"])
-    plan = plan_rows(jnp.ones((2, 70), jnp.int32), jnp.zeros(2, bool), mesh)
-    out, _ = fast_jit(lambda x: kda_mixer(params, other, x, plan, {}, mesh))(golden["mixer_in"])
+    out = fast_jit(mixer_of(golden, other))(golden["mixer_in"])
     assert worst_error(out, golden["mixer_out"])[0] > 0.01
