@@ -37,7 +37,7 @@ def check_files(folder: epath.Path) -> None:
     Cost: the nodes of the index are read, and the size of each file is asked for.
 
     Raises:
-        IncompleteError: the index is empty, or a file is missing. DamagedError: one is too short.
+        IncompleteError: the index is empty. DamagedError: a file is missing or too short.
     """
     needed: dict[str, int] = collections.defaultdict(int)
     for extent in extents(folder):
@@ -46,7 +46,7 @@ def check_files(folder: epath.Path) -> None:
         sizes = pool.map(lambda path: _size(folder / path), needed)
     for (path, least), size in zip(needed.items(), sizes):
         if size is None:
-            raise IncompleteError(f"{folder.parent}: incomplete, {path} is missing")
+            raise DamagedError(f"{folder.parent}: damaged, {path} is missing")
         if size < least:
             raise DamagedError(
                 f"{folder.parent}: damaged, {path} has {size} bytes where its index needs {least}"

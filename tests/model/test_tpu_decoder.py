@@ -34,7 +34,7 @@ def test_every_kda_layer_of_the_main_config_runs_both_kernels(topology, model):
     # A layer's kernels once for each layer.
     text = compiled_step(topology, remat="none", scan_layers=False, **model)
     kernels = [line for line in text.splitlines() if "tpu_custom_call" in line]
-    layers = kda_cp4.get_config().model.repeats
+    layers = kda_cp4.get_config().model.num_repeats
     for name in ("kda_forward", "kda_backward"):
         count = sum(name in line for line in kernels)
         assert count == layers, f"{count} calls of {name} in {layers} layers: {kernels}"
