@@ -114,7 +114,7 @@ class ModelConfig(MlaOptions, KdaOptions, AttentionOptions):
 
     @property
     def ffns(self) -> tuple[str, ...]:
-        """The names in `ffn`, one for each mixer where one stands for all."""
+        """The names in `ffn`; a single name is repeated for every mixer."""
         names = tuple(self.ffn.replace(",", " ").split())
         return names * len(self.mixers) if len(names) == 1 else names
 
