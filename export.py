@@ -25,7 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(flags: argparse.Namespace) -> None:
     """Loads the newest checkpoint and writes the folder."""
-    devices.start_jax(1, "", devices.Processes())
+    devices.start_jax(1, "auto", devices.Processes())
     from training import export  # imports JAX, whose devices are chosen now
 
     print(export.export(flags.workdir, flags.out, flags.format, flags.dtype), flush=True)

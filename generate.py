@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(flags: argparse.Namespace) -> None:
     """Loads the model, prints the continuations and the speed."""
-    devices.start_jax(flags.tensor, "", devices.Processes())
+    devices.start_jax(flags.tensor, "auto", devices.Processes())
     from training import generate  # imports JAX, whose devices are chosen now
 
     sampling = generate.sampling(flags.temperature, flags.top_k, flags.top_p)
