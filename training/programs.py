@@ -64,7 +64,8 @@ class Programs(CacheInterface):
         except FileNotFoundError:
             return None
         except OSError as error:
-            return self._report(error)
+            self._report(error)
+            return None
         digest, program = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         whole = digest == hashlib.sha256(program).digest()
         with contextlib.suppress(OSError):  # of a folder that can only be read
