@@ -2,7 +2,7 @@
 
 import gzip
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from data.batch import Batch
+from errors import DataError
 from model.config import ModelConfig
 from training.goodput import Goodput
 from training.report import eval_values
@@ -53,12 +54,15 @@ class Evaluator:
         """eval/loss (nats a token), eval/bits_per_byte, eval/seconds (compilation left out).
 
         between: called before each batch.
+
+        Raises:
+            DataError: in all processes, where one of them cannot read its documents.
         """
         began = time.perf_counter()
         compiling = 0.0
         with self._goodput.during("evaluation"):
             carry, sums, texts = self._empty_carry(), [], []
-            for batch in self._batches:
+            for batch in _together(self._batches):
                 between()
                 if self._step is None:
                     compiling -= time.perf_counter()
@@ -74,6 +78,29 @@ class Evaluator:
                 self.gzip = gzip_bits_per_byte(texts)
         self.last = values | {"eval/seconds": time.perf_counter() - began - compiling}
         return self.last
+
+
+def _together(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The batches; an error of one process's data is raised in all, so that none waits for it."""
+    iterator = iter(batches)
+    while True:
+        batch, failure = None, None
+        try:
+            batch = next(iterator, None)
+        except DataError as error:
+            failure = error
+        if jax.process_count() > 1:
+            failed = np.asarray(multihost_utils.process_allgather(np.bool_(failure is not None)))
+            if failed.any() and not failure:
+                failure = DataError(
+                    f"process {np.argmax(failed)} can no longer read its documents for "
+                    "evaluation, as its own line says"
+                )
+        if failure:
+            raise failure
+        if batch is None:
+            return
+        yield batch
 
 
 def gzip_bits_per_byte(texts: list[list[bytes]]) -> tuple[float, int]:
