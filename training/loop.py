@@ -290,6 +290,7 @@ class TrainLoop:
     def _save_if_stopping(self, step: int) -> None:
         if self._stops_alone():
             self._save(step)
+            self.saver.finish()  # where the evaluation waits for documents the process may end
 
     def _save(self, step: int, score: float | None = None) -> None:
         with self.goodput.during("checkpoint"):

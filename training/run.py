@@ -18,7 +18,7 @@ from training import devices, evaluation, restore
 from training.build import Parts, build, describe
 from training.evaluate import Evaluator
 from training.lock import lock
-from training.loop import Cadence, TrainLoop
+from training.loop import PATIENCE_SECONDS, Cadence, TrainLoop
 from training.metrics import Writers
 from training.options import TrainOptions
 from training.profiler import Profiler
@@ -28,7 +28,7 @@ from training.signals import Signals
 from training.state import TrainState, flatten
 from training.step import Votes, batch_shapes, make_train_step, make_votes
 
-SAVE_SECONDS = 8.0
+SAVE_SECONDS = PATIENCE_SECONDS
 SLOWEST_SAVE = 20e6  # bytes a second
 
 
@@ -151,7 +151,7 @@ def make_loop(
     """Compiles the step and ties the loop's pieces together. manager: None where nothing saves."""
     config, data = parts.config, parts.config.data
     step, votes = _compile_step(parts, writers)
-    evaluator = _make_evaluator(parts)
+    evaluator = _make_evaluator(parts, signals)
     if config.eval.every:  # here, where a signal may end the wait
         evaluator.compile(parts.shapes.params, _batch_shapes(parts, windows=1))
     devices.wait_for_all("compiled")
@@ -198,8 +198,9 @@ class NoSaver:
         pass
 
 
-def _make_evaluator(parts: Parts) -> Evaluator:
+def _make_evaluator(parts: Parts, signals: Signals) -> Evaluator:
     data = parts.config.data
+    what = "while an evaluation was waiting for documents"
     return Evaluator(
         parts.model,
         parts.mesh,
@@ -207,6 +208,7 @@ def _make_evaluator(parts: Parts) -> Evaluator:
         data.global_batch_size,
         parts.goodput,
         reads_bytes=data.tokenizer == "bytes",
+        waiting=lambda: signals.waiting(what, PATIENCE_SECONDS),
     )
 
 

@@ -154,6 +154,7 @@ def test_told_to_stop_in_an_evaluation_saves_first_and_goes_on_with_it():
     assert stub.loop.run() == (3, "signal")
     at = [stub.events.index(("evaluated", n)) for n in range(3)]
     first = stub.events.index(("save", 3, None))
+    assert stub.events[first + 1] == ("finish",), "on disk before the evaluation continues"
     assert at[0] < first < at[1] and stub.of("report")[-1] == ("report", 3, True)
 
 
