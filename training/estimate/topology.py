@@ -2,9 +2,10 @@
 
 HBM sizes and bandwidths are those of `jax._src.tpu_info` (JAX 0.12), FLOP/s the published peaks.
 `clock` is the rate of bundles at which the compiler's own program for a product of two bfloat16
-matrices of 8192 x 8192 reaches the published peak; a Pallas kernel needs `KERNEL_STALLS` times as
+matrices of 8192 x 8192 reaches the published peak; a Pallas kernel needs `kernel_stalls` times as
 long a bundle, which is calibrated on tpu7x (docs/measurements.md). Link bandwidths are published
-totals over the number of links, one direction.
+totals over the number of links, one direction. `make tpu-check` measures these speeds
+(factors.py).
 """
 
 import math
@@ -12,9 +13,6 @@ import re
 from dataclasses import dataclass
 
 from errors import UserError
-
-KERNEL_STALLS = 1.85
-HOP_SECONDS = 1e-6  # a message's latency from a device to its neighbour
 
 
 class TopologyError(UserError):
@@ -27,6 +25,8 @@ class Generation:
 
     name: as in --plan. compiler_name: libtpu's. dimensions: of the torus, chips. devices_a_chip:
     two where each core is a device. cores: TensorCores of a device. hbm_bytes: capacity.
+    kernel_stalls: see above. hop_seconds: a message's latency from a device to its neighbour.
+    measured: where and when the speeds were measured; "" for the built-in ones.
     """
 
     name: str
@@ -39,6 +39,9 @@ class Generation:
     flops_a_second: float
     clock: float
     link_bytes_a_second: float
+    kernel_stalls: float = 1.85
+    hop_seconds: float = 1e-6
+    measured: str = ""
 
 
 GENERATIONS = {
