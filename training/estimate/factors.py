@@ -66,10 +66,15 @@ def chosen(option: str) -> pathlib.Path | None:
     Args:
         option: a path; "" for the default place, if there is a file; "none".
     """
+    path = chosen_for_writing(option)
+    return path if option or (path and path.exists()) else None
+
+
+def chosen_for_writing(option: str) -> pathlib.Path | None:
+    """The file that an option names; the default place for "", None for "none"."""
     if option:
         return None if option == BUILT_IN else pathlib.Path(option).expanduser()
-    path = default_path()
-    return path if path.exists() else None
+    return default_path()
 
 
 def read(path: pathlib.Path) -> dict[str, Factors]:

@@ -70,8 +70,8 @@ class Topology:
         return math.prod(self.chips) * self.generation.devices_a_chip
 
     @classmethod
-    def parse(cls, text: str) -> "Topology":
-        """From "v6e:4x4", "tpu7x:4x4x4" or "v7x-4x4x4".
+    def parse(cls, text: str, flag: str = "--plan") -> "Topology":
+        """From "v6e:4x4", "tpu7x:4x4x4" or "v7x-4x4x4"; flag: for the error.
 
         Raises:
             TopologyError: an unknown generation, or sizes that its slices cannot have.
@@ -81,14 +81,14 @@ class Topology:
         generation = GENERATIONS.get({"7x": "tpu7x"}.get(name, _ALIASES.get(name, name)))
         if found is None or generation is None:
             raise TopologyError(
-                f"--plan={text}: needs generation:chips with one of {', '.join(GENERATIONS)}; "
+                f"{flag}={text}: needs generation:chips with one of {', '.join(GENERATIONS)}; "
                 "try v6e:2x2 or tpu7x:2x2x1"
             )
         chips = tuple(map(int, found.group(2).split("x")))
         if len(chips) != generation.dimensions or min(chips) < 1:
             near = "2x2" if generation.dimensions == 2 else "2x2x1"
             raise TopologyError(
-                f"--plan={text}: {generation.name} needs {generation.dimensions} sizes; "
+                f"{flag}={text}: {generation.name} needs {generation.dimensions} sizes; "
                 f"try {generation.name}:{near}"
             )
         return cls(generation, chips)
