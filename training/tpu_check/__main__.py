@@ -19,14 +19,14 @@ import sys
 import tempfile
 import time
 
-from errors import UserError
+from errors import RunError, UserError
 from training import devices, entry, process
 from training.estimate import factors
 from training.estimate.bundles import compiler_environment
 from training.estimate.factors import Factors
 from training.estimate.topology import Topology
 from training.tpu_check.checks import CHECKS, FRESH
-from training.tpu_check.driver import Driver, Limits, Worker, run_all
+from training.tpu_check.driver import Driver, Gone, Limits, Worker, run_all
 from training.tpu_check.site import Mode
 from training.tpu_check.table import Row, exit_code, table
 
@@ -87,8 +87,12 @@ def main(flags: argparse.Namespace) -> None:
             if mode is Mode.DEVICE:
                 speeds.add(outcome.speeds)
 
+        try:
+            driver.open()
+        except Gone as gone:
+            raise RunError(f"tpu-check: the checks did not start ({gone})") from None
         rows, stopped = run_all(driver, names, FRESH, report)
-    text = table(driver.machine, rows, HOW[mode], today(), speeds.text if rows else "")
+    text = table(driver.machine, rows, HOW[mode], today(), speeds.text)
     print(f"\n{text}", flush=True)
     if flags.output:
         pathlib.Path(flags.output).write_text(text + "\n")

@@ -128,12 +128,13 @@ class Driver:
             Gone: it did not start.
         """
         self.close()
-        self._worker = self._start()
+        worker = self._start()
         with elapsed("starting", self._say, EVERY):
-            found = Machine.from_json(self._worker.ask("", self._limits.start))
+            found = Machine.from_json(worker.ask("", self._limits.start))
         if found.error:
+            worker.close()
             raise Gone(found.error)
-        self.machine = found
+        self._worker, self.machine = worker, found
 
     def close(self) -> None:
         if self._worker is not None:

@@ -1,5 +1,6 @@
 """Checks of whole training steps: gradients against float32 on the host, memory, time."""
 
+import functools
 import math
 import statistics
 import time
@@ -12,6 +13,7 @@ from ml_collections import ConfigDict
 from configs import base
 from data.batch import Batch
 from kernels.cases import error
+from model.config import ModelConfig
 from model.params import init_params
 from training.estimate import factors
 from training.estimate.collectives import collectives
@@ -69,17 +71,16 @@ def programs_of(config: ConfigDict, site: Site) -> list[Program]:
     )
     if site.mode is Mode.COMPILE:
         return [site.compile(step, shapes, batch, votes)]
-    params = jax.jit(
-        lambda key: init_params(model, key),
-        out_shardings=jax.tree.map(lambda x: x.sharding, shapes.params),
-    )(jax.random.key(0))
-    arguments = (_state(shapes, params), _batch(batch, config.model.vocab_size), _zeros(votes))
+    arguments = (_state(shapes, model), _batch(batch, config.model.vocab_size), _zeros(votes))
     return [site.compile(step, *arguments)]
 
 
-def _state(shapes: TrainState, params: Any) -> TrainState:
-    """The state before the first step: all zeros but the parameters."""
-    return _zeros(shapes)._replace(params=params)
+def _state(shapes: TrainState, model: ModelConfig) -> TrainState:
+    """The state before the first step: all zeros but the parameters, which the host draws."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        params = jax.jit(functools.partial(init_params, model))(jax.random.key(0))
+    placed = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, shapes.params)
+    return _zeros(shapes)._replace(params=placed)
 
 
 def _zeros(shapes: Any) -> Any:
@@ -125,9 +126,7 @@ def judge_step(site: Site, programs: list[Program]) -> Outcome:
     config.model.update(compute_dtype="float32", kda_implementation="chunked")
     host = jax.devices("cpu")[0]
     step, (shapes, batch, votes), model, _ = abstract_step([host], config, VOCABULARY)
-    with jax.default_device(host):
-        params = init_params(model, jax.random.key(0))
-        exact = _numbers(step(_state(shapes, params), _batch(batch, VOCABULARY), _zeros(votes)))
+    exact = _numbers(step(_state(shapes, model), _batch(batch, VOCABULARY), _zeros(votes)))
     errors = {name: error(found[name], x) for name, x in exact.items()}
     groups = {
         "loss": (LOSS, errors["loss"], "loss"),

@@ -41,17 +41,17 @@ def worst(errors: dict[str, float], limits: dict[str, float]) -> tuple[bool, str
 
 
 def packed_ids(rows: int, length: int) -> np.ndarray:
-    """[B, T] int32: segments of one token to a third of the row, with padding between and inside
-    them, none of whose edges is that of a chunk by design."""
+    """[B, T] int32: pieces of one token to a sixth of the row. Every fourth one is padding, between
+    two segments or inside one."""
     random = np.random.default_rng(length)
     ids = np.zeros((rows, length), np.int32)
     for row in ids:
-        at, number = 0, 0
+        at, piece, number = 0, 0, 0
         while at < length:
-            size = int(random.integers(1, max(length // 3, 2)))
-            number += 1
-            row[at : at + size] = number * (number % 4 != 0)
-            at += size
+            size = int(random.integers(1, max(length // 6, 2)))
+            number += piece % 4 != 0 and piece % 8 != 5
+            row[at : at + size] = number if piece % 4 != 0 else 0
+            at, piece = at + size, piece + 1
     return ids
 
 
