@@ -2,7 +2,7 @@
 
     python generate.py --workdir runs/kda_cp4 --prompt "def main("
 
-Text is printed as it is generated, the speed at the end on stderr.
+The text is printed as it is generated; at the end the speed is printed to stderr.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from training import devices, entry
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags; their texts are the documentation."""
+    """Returns the parser; the help texts document the flags."""
     parser = entry.parser(__doc__)
     entry.add_model_source(parser)
     add = parser.add_argument
@@ -27,8 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--attention_memory",
         type=int,
         default=4096,
-        help="tokens that attention layers, where "
-        "there are any, see before a new one (default 4096)",
+        help="tokens before a new one that attention layers, if any, can see (default 4096)",
     )
     add("--seed", type=int, default=0, help="seed of the samples, >= 0 (default 0)")
     return parser
@@ -36,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(flags: argparse.Namespace) -> None:
     """Loads the model, prints the continuations and the speed."""
-    devices.start_jax(flags.tensor, "", devices.Processes())
+    devices.start_jax(flags.tensor, "auto", devices.Processes())
     from training import generate  # imports JAX, whose devices are chosen now
 
     sampling = generate.sampling(flags.temperature, flags.top_k, flags.top_p)
@@ -50,7 +49,7 @@ def main(flags: argparse.Namespace) -> None:
     texts = [""] * len(prompts)
     for row, text in session.stream(prompts, flags.max_tokens, sampling, flags.seed):
         texts[row] += text
-        if len(prompts) == 1:  # of several, the pieces would mix
+        if len(prompts) == 1:  # the pieces of several texts would be interleaved
             print(text, end="", flush=True)
     if len(prompts) == 1:
         print(flush=True)

@@ -167,5 +167,5 @@ def test_refuses_what_does_not_fit(change, message):
 
 def test_refuses_streams_of_different_taps():
     (x, four, _, _), (_, two, _, _) = example(IDS), example(IDS, width=2)
-    with pytest.raises(ValueError, match=r"weights must have as many taps, got 2 and 4"):
+    with pytest.raises(ValueError, match=r"weights must have equally many taps, got 2 and 4"):
         short_conv({"a": x, "b": x}, {"a": two, "b": four}, plan_segments(jnp.asarray(IDS)))
