@@ -6,6 +6,7 @@ same rows (a context axis across processes) read the same documents and place th
 
 import hashlib
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
@@ -35,7 +36,7 @@ from data.tokenizer import Tokenizer, make_tokenizer
 from data.totals import broken_warning, sum_counts, summary
 from errors import UserError
 
-ROWS = ("data", "fsdp")
+ROWS = ("data", "fsdp", "expert")  # mesh axes
 # Evaluation keeps the documents' own order; a seed still decides ties between streams.
 _EVAL_SEED = 0
 _NO_LIMIT = 1 << 40
@@ -96,9 +97,9 @@ def make_loader(
 
 
 def _check_mesh(config: DataConfig, mesh: Mesh) -> None:
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = math.prod(mesh.shape[axis] for axis in ROWS)
     for name, given, parts, axes in (
-        ("global_batch_size", config.global_batch_size, shards, "mesh.data * mesh.fsdp"),
+        ("global_batch_size", config.global_batch_size, shards, "mesh.data * fsdp * expert"),
         ("sequence_length", config.sequence_length, mesh.shape["context"], "mesh.context"),
     ):
         if given % parts:
@@ -118,7 +119,7 @@ def _check_documents(config: DataConfig, source: DocumentSource, mesh: Mesh) -> 
     found = int(np.count_nonzero(source.sizes))
     if config.epochs or found >= config.global_batch_size:
         return
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = math.prod(mesh.shape[axis] for axis in ROWS)
     fewer = found // shards * shards
     raise UserError(
         f"config.data.global_batch_size={config.global_batch_size}: needs at least as many "
@@ -138,9 +139,8 @@ class _Placed(NamedTuple):
 class Loader:
     """An iterator of `Batch`es of global arrays [W, B, T], sharded over the mesh.
 
-    Arrays are sharded by P(None, ("data", "fsdp"), "context"), `continues` by P(None, ("data",
-    "fsdp")). A thread makes and places `config.prefetch` batches ahead, from the first one asked
-    for or `start()` on.
+    Arrays are sharded by P(None, ROWS, "context"), `continues` by P(None, ROWS). A thread makes and
+    places `config.prefetch` batches ahead, from the first one asked for or `start()` on.
 
     A training loader continues where it was when iterated again; an evaluation loader starts over.
     """

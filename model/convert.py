@@ -123,13 +123,12 @@ def tensors(fmt: Format, cfg: ModelConfig) -> Iterator[Tensor]:
     """
     vocabulary = _vocabulary(transposed=False)(cfg.vocab_size)
     yield Tensor(fmt.embedding, "embedding", None, vocabulary)
-    for layer in range(cfg.layers):
-        repeat, position = divmod(layer, len(cfg.mixers))
+    for layer, (position, repeat) in enumerate(cfg.places):
         path = f"blocks/{position}"
         for ours, (theirs, layout) in fmt.norms.items():
             yield Tensor(f"model.layers.{layer}.{theirs}", f"{path}/{ours}", repeat, layout)
         parts = [("mixer", _entry(fmt, fmt.mixers, cfg.mixers[position]))]
-        parts += [("ffn", _entry(fmt, fmt.ffns, "swiglu"))]
+        parts += [("ffn", _entry(fmt, fmt.ffns, cfg.ffns[position]))]
         for kind, (prefix, names) in parts:
             for ours, (theirs, layout) in names.items():
                 name, full = f"model.layers.{layer}.{prefix}.{theirs}", f"{path}/{kind}/{ours}"
