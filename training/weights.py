@@ -1,6 +1,6 @@
 """Parameters to and from Hugging Face folders: config.json and safetensors files.
 
-model/convert.py knows the names, checkpoints/safetensors_io.py the files; here one tensor after
+model/convert/ knows the names, checkpoints/safetensors_io.py the files; here one tensor after
 another goes from one to the other, so host memory holds one tensor (writing), or a device's part of
 one parameter (reading).
 """
@@ -18,14 +18,8 @@ from checkpoints.safetensors_io import Reader, Spec, WeightsError, Writer
 from model.axes import Arrays
 from model.checks import check_mesh
 from model.config import ModelConfig
-from model.convert import (
-    ConvertError,
-    Format,
-    Tensor,
-    read_config,
-    tensors,
-    zero_tensors,
-)
+from model.convert.formats import ConvertError, Format, Tensor, tensors, zero_tensors
+from model.convert.registry import read_config
 from model.params import param_shardings, param_specs
 from training.state import flatten, unflatten
 

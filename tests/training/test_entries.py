@@ -10,6 +10,11 @@ import pytest
 from tests.trainer import ROOT, environment, train
 
 SIZES = ("--config.model.num_repeats=1", "--config.train.steps=2", "--config.eval.batches=2")
+SIZES += tuple(  # a hybrid of KDA and MLA
+    f"--config.model.{option}"
+    for option in ("pattern=kda,mla", "mla_kv_rank=32", "mla_nope_dim=16", "mla_rope_dim=8",
+                   "mla_value_dim=16", "attention_memory=128")
+)  # fmt: skip
 
 
 def run(script: str, *arguments, code: int = 0) -> subprocess.CompletedProcess:
@@ -94,7 +99,8 @@ def test_eval_only_reads_other_data_and_other_lengths_of_rows(workdir, tmp_path)
     text.write_bytes(b"xyzzy " * 500)
     flags = ("--config.data.source=text", f"--config.data.path={text}")
     flags += (f"--config.data.eval_path={text}", "--config.data.sequence_length=64")
-    line = train(workdir, *SIZES, *flags, "--eval_only", "--config.model.carry=false").stdout
+    flags += ("--config.model.carry=false", "--config.model.attention_memory=0")
+    line = train(workdir, *SIZES, *flags, "--eval_only").stdout
     assert "bits/byte" in line and "parameters from step 2" in line
 
 

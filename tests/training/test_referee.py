@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.convert import FORMATS
+from model.convert.registry import FORMATS
 from model.decoder import forward, init_carry
 from model.loss import logits
 from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, worst_error
@@ -23,10 +23,20 @@ from training.weights import SpecialTokens, write_folder
 PYTHON = os.environ.get("TRANSFORMERS_PYTHON", "")
 SCRIPT = pathlib.Path(__file__).parents[1] / "referee_transformers.py"
 CFG = dataclasses.replace(KDA, key_dim=16, value_dim=16, gate_rank=16, num_repeats=3)
+HYBRID = dataclasses.replace(
+    CFG,
+    pattern="kda, kda, mla, kda, mla",
+    num_repeats=1,
+    mla_heads=4,
+    mla_kv_rank=20,
+    mla_nope_dim=12,
+    mla_rope_dim=6,
+    mla_value_dim=10,
+)
 
 
 @pytest.mark.skipif(not PYTHON, reason="TRANSFORMERS_PYTHON names no Python with transformers")
-@pytest.mark.parametrize("cfg", [CFG, dataclasses.replace(CFG, tie_embeddings=True)])
+@pytest.mark.parametrize("cfg", [CFG, dataclasses.replace(CFG, tie_embeddings=True), HYBRID])
 def test_transformers_has_our_logits(tmp_path, cfg):
     params = make_params(cfg)
     folder = str(tmp_path / "export")
