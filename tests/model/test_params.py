@@ -98,10 +98,10 @@ def test_matrices_are_cut_over_fsdp_context_and_tensor_and_vectors_over_tensor_o
 def test_a_matrix_is_cut_along_whichever_axes_divide():
     mesh = make_mesh(fsdp=2, context=4)
     axes = ("repeats", "width", "ffn")
-    cut = {(5, 16, 3): (None, ("fsdp", "context"), "tensor"),
-           (5, 6, 16): (None, None, ("tensor", "fsdp", "context")),
-           (5, 6, 12): (None, "fsdp", ("tensor", "context")),
-           (8, 3, 5): (None, None, "tensor")}  # fmt: skip
+    cut = {(5, 16, 3): (None, ("fsdp", "expert", "context"), "tensor"),
+           (5, 6, 16): (None, None, ("tensor", "fsdp", "expert", "context")),
+           (5, 6, 12): (None, ("fsdp", "expert"), ("tensor", "context")),
+           (8, 3, 5): (None, "expert", "tensor")}  # fmt: skip
     for shape, expected in cut.items():
         spec = dataclasses.replace(param_specs(WIDE)["blocks"][0]["ffn"]["up"], shape=shape)
         assert spec.axes == axes
