@@ -4,9 +4,9 @@ The baseline beside KDA, and the fourth layer of Kimi Linear's 3 : 1 pattern. Ki
 multi-head latent attention; this is plain multi-head attention with grouped keys and values, which
 computes the same kind of mixing without the latent compression.
 
-jit shards the projections; attention runs in one `jax.shard_map` island, rows over ("data",
-"fsdp"), tokens over "context", heads over "tensor". There each rank gathers the row's keys and
-values, and ranks exchange queries so that causality leaves them equal work (kernels/attention).
+jit shards the projections; attention runs in one `jax.shard_map` island, rows over `ROWS`, tokens
+over "context", heads over "tensor". There each rank gathers the row's keys and values, and ranks
+exchange queries so that causality leaves them equal work (kernels/attention).
 
 Axes: B row, T token, D residual width, G key-value head, M token of the memory, d head channel.
 """

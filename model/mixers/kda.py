@@ -5,7 +5,7 @@ a low-rank decay gate and a sigmoid beta -> RMS norm of each head, gated by a lo
 output projection. No biases.
 
 jit shards the projections; convolution, KDA and the gated norm run in one `jax.shard_map` island,
-rows over ("data", "fsdp"), tokens over "context", heads over "tensor". Parameters start as
+rows over `ROWS`, tokens over "context", heads over "tensor". Parameters start as
 flash-linear-attention's do.
 
 Axes: B row, T token, D residual width, H head, K key channel, V value channel, W convolution taps.
