@@ -6,6 +6,7 @@ context axis crosses processes) read the same documents, and each places its own
 
 import hashlib
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
@@ -35,7 +36,7 @@ from data.tokenizer import Tokenizer, make_tokenizer
 from data.totals import broken_warning, sum_counts, summary
 from errors import UserError
 
-ROWS = ("data", "fsdp")
+ROWS = ("data", "fsdp", "expert")  # mesh axes
 # Evaluation does not shuffle documents, but a seed still breaks ties between streams.
 _EVAL_SEED = 0
 _NO_LIMIT = 1 << 40
@@ -98,9 +99,9 @@ def make_loader(
 
 
 def _check_mesh(config: DataConfig, mesh: Mesh) -> None:
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = math.prod(mesh.shape[axis] for axis in ROWS)
     for name, given, parts, axes in (
-        ("global_batch_size", config.global_batch_size, shards, "mesh.data * mesh.fsdp"),
+        ("global_batch_size", config.global_batch_size, shards, "mesh.data * fsdp * expert"),
         ("sequence_length", config.sequence_length, mesh.shape["context"], "mesh.context"),
     ):
         if given % parts:
@@ -120,7 +121,7 @@ def _check_documents(config: DataConfig, source: DocumentSource, mesh: Mesh) -> 
     found = int(np.count_nonzero(source.sizes))
     if config.epochs or found >= config.global_batch_size:
         return
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = math.prod(mesh.shape[axis] for axis in ROWS)
     fewer = found // shards * shards
     raise UserError(
         f"config.data.global_batch_size={config.global_batch_size}: needs at least as many "
@@ -140,9 +141,8 @@ class _Placed(NamedTuple):
 class Loader:
     """An iterator of `Batch`es of global arrays [W, B, T], sharded over the mesh.
 
-    Arrays are sharded by P(None, ("data", "fsdp"), "context"), `continues` by P(None, ("data",
-    "fsdp")). A thread prepares and places `config.prefetch` batches ahead; it starts with the
-    first request or with `start()`.
+    Arrays are sharded by P(None, ROWS, "context"), `continues` by P(None, ROWS). A thread prepares
+    and places `config.prefetch` batches ahead; it starts with the first request or with `start()`.
 
     Iterating again continues a training loader where it was, and restarts an evaluation loader.
     """

@@ -12,6 +12,7 @@ from typing import Any
 
 from errors import UserError
 from training import agree, peers, process
+from training.options import MeshOptions
 
 MOST_SIMULATED = 1024  # each costs threads and memory; far more never get to an error message
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
@@ -191,14 +192,14 @@ def make_mesh(mesh: Any) -> Any:
             f"{needed} devices; there are {found} ({jax.devices()[0].device_kind}); "
             f"try {_fitting_mesh(axes, found)}"
         )
-    names = ("data", "fsdp", "context", "tensor")
+    names = tuple(field.name for field in dataclasses.fields(MeshOptions))
     types = (jax.sharding.AxisType.Auto,) * len(names)
     return jax.make_mesh(tuple(axes[name] for name in names), names, axis_types=types)
 
 
 def _fitting_mesh(axes: dict[str, int], devices: int) -> str:
     """The change of one axis that takes all devices, the context axis first."""
-    for name in ("context", "data", "fsdp", "tensor"):
+    for name in ("context", "data", "fsdp", "expert", "tensor"):
         rest = math.prod(axes.values()) // axes[name]
         if devices % rest == 0:
             return f"--config.mesh.{name}={devices // rest}"

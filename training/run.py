@@ -235,7 +235,7 @@ def _batch_shapes(parts: Parts, windows: int) -> Batch:
         windows,
         data.global_batch_size,
         data.sequence_length,
-        positions=reads_positions(parts.model.pattern),
+        positions=reads_positions(parts.model),
     )
 
 
