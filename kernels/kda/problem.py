@@ -10,7 +10,7 @@ channel):
 partial: the sum over the ranks of `problem.axis_name` is the value. `d_final` arrives whole on
 every rank. Gradients of inputs that ranks share (initial_state, default_initial_state, a_log,
 dt_bias) are per-rank partials likewise, and are None where the input is None. T is a multiple of
-CHUNK (the interface pads with padding tokens).
+CHUNK (the interface pads with padding tokens), but for "recurrent".
 
 `entry` [B, H, K, V] float32 is the state that enters this rank's tokens. With Entry.KEPT the
 forward returns it; with Entry.GIVEN the forward starts from it, receives and sends nothing, and
