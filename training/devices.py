@@ -34,7 +34,7 @@ def start_jax(
 
     Args:
         needed: devices of the whole mesh; on CPU they are simulated, in equal shares.
-        cache: folder of compiled programs, or "".
+        cache: folder of compiled programs, "auto" for the user's, or "" for none.
         values: has to be equal in all processes; see training/agree.py.
 
     Raises:
@@ -62,8 +62,9 @@ def start_jax(
             )
         jax.config.update("jax_num_cpu_devices", share)
     if cache:
-        jax.config.update("jax_compilation_cache_dir", cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        from training import programs  # imports JAX
+
+        programs.keep(programs.default_folder() if cache == "auto" else cache)
     # The trainer handles SIGTERM itself; JAX's own service would take the signal away.
     jax.config.update("jax_enable_preemption_service", False)
     if processes.coordinator or tpu_pod():

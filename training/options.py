@@ -58,8 +58,9 @@ class TrainOptions:
         on_resume="state",
     )
     compilation_cache: str = option(
-        "",
-        "Folder of compiled programs, kept from run to run by JAX. Empty: none is kept.",
+        "auto",
+        "Folder of compiled programs, kept from one start to the next. auto: kda-trainer in "
+        "$XDG_CACHE_HOME or ~/.cache. Empty: none is kept.",
         on_resume="silent",
     )
 

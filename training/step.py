@@ -88,7 +88,7 @@ def make_eval_step(cfg: ModelConfig, mesh: Mesh) -> Any:
     The carry given is used up.
     """
 
-    def step(params: Any, carry: Any, batch: Batch) -> tuple[Any, Metrics]:
+    def eval_step(params: Any, carry: Any, batch: Batch) -> tuple[Any, Metrics]:
         carry, ((nll, _), _) = _windows(cfg, mesh, params, batch, carry)
         return carry, {
             "nll": nll,
@@ -97,7 +97,7 @@ def make_eval_step(cfg: ModelConfig, mesh: Mesh) -> Any:
         }
 
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(step, donate_argnums=1, out_shardings=(carry_shardings(cfg, mesh), whole))
+    return jax.jit(eval_step, donate_argnums=1, out_shardings=(carry_shardings(cfg, mesh), whole))
 
 
 def make_votes(mesh: Mesh) -> tuple[jax.Array, jax.Array]:

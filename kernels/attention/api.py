@@ -13,14 +13,14 @@ from kernels.segments import Segments
 from kernels.select import platform
 
 IMPLEMENTATIONS = ("mosaic_tpu", "blockwise", "one_query")
-_LANE = 128  # what the TPU kernels' blocks are multiples of
-_MOST_PAIRS = 2**18  # pairs of blocks that they can have: 3 bytes each of 1 MB of scalar memory
+_LANE = 128  # the TPU kernels' blocks are multiples of it
+_MOST_PAIRS = 2**18  # most pairs of blocks: 3 bytes per pair of 1 MB of scalar memory
 
 
 class Memory(NamedTuple):
-    """Keys and values before the row, in order; m tokens, with ranks the rank's part of them.
+    """Keys and values before the row, in order: m tokens, or with ranks this rank's part of them.
 
-    k, v: [B, G, m, d]. valid: [B, m] bool, the token belongs to the row's first segment.
+    k, v: [B, G, m, d]. valid: [B, m] bool, whether the token belongs to the row's first segment.
     """
 
     k: jax.Array
@@ -39,32 +39,31 @@ def attention(
     block: int = 512,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Memory | None]:
-    """Each token attends to the tokens of its segment up to itself, without positions.
+    """Causal attention inside segments, without position encoding.
 
-    Memory is linear in the row length: a rank holds the whole row's keys and values and its share
-    of queries; scores exist one block at a time.
+    Memory use is linear in the row length: a rank holds the keys and values of the whole row and
+    its share of the queries; scores exist one block at a time.
 
     Args:
         q: [B, H, T, d]; k, v: [B, G, T, d], one dtype, float32 or bfloat16. H is a multiple of G;
             query head h uses the keys of head h // (H / G). T is any length; with axis_name, the
             rank's part.
         segments: from `plan_segments` with the same axis_name.
-        memory: seen by the row's first segment. The same number of tokens on every rank.
-        axis_name: the mesh axis over which T is split; the call then stands inside `jax.shard_map`.
-        block: queries, and keys, of a block; cut to the rank's length. "mosaic_tpu" takes larger
-            ones where a row has more than 2^18 pairs of them.
-        implementation: "mosaic_tpu", "blockwise" or "one_query" (T = 1 on one rank) run or raise.
-            None chooses "one_query" where it fits, else "mosaic_tpu" on TPU for bfloat16, whose
-            products it is made for, else "blockwise". "mosaic_tpu" needs check_vma=False of the
-            `jax.shard_map` around it.
+        memory: visible to the row's first segment; the same number of tokens on every rank.
+        axis_name: the mesh axis over which T is split; the call must be inside `jax.shard_map`.
+        block: queries per block, and keys per block; reduced to the rank's length. "mosaic_tpu"
+            uses larger blocks if a row would have more than 2^18 pairs of blocks.
+        implementation: "mosaic_tpu", "blockwise" or "one_query" (T = 1 on one rank), which run or
+            raise. None chooses "one_query" where it fits, else "mosaic_tpu" on TPU for bfloat16,
+            else "blockwise". "mosaic_tpu" needs check_vma=False in the enclosing `jax.shard_map`.
 
     Returns:
-        out [B, H, T, d] in q's dtype, 0 at padding. With memory, what the next row's is, as many
-        tokens: the positions up to the last segment's last token, valid as far as they belong to
-        that segment and zero elsewhere; in a row without tokens nothing is valid.
+        out [B, H, T, d] in q's dtype, 0 at padding; and, if memory is given, the memory of the next
+        row, with as many tokens: the positions up to the last segment's last token, valid if they
+        belong to that segment and zero elsewhere. In a row without tokens, none is valid.
 
     Raises:
-        ValueError: for shapes that do not fit or an unknown implementation.
+        ValueError: for shapes that do not match or an unknown implementation.
     """
     _check(q, k, v, segments, memory, block)
     line = line_of(axis_name)
@@ -91,7 +90,7 @@ def _attend(
 ) -> jax.Array:
     """This rank's queries [B, H, t, d] against all keys.
 
-    unit: blocks. Each rank's tokens are padded by themselves, so that no block straddles ranks.
+    unit: the blocks. Each rank's tokens are padded separately, so that no block straddles ranks.
     """
     length = q.shape[2]
     multiple = unit.k if line.size == 1 else 2 * unit.q
@@ -146,8 +145,8 @@ def _next_memory(
 
 
 def _unit(name: str, block: int, index: jax.Array, before: Memory | None, line: Line) -> Blocks:
-    """Blocks for a rank's part of the row `index` [B, T]. With several ranks a rank has two pieces
-    of queries, in different places, and a block of keys holds one or two blocks of queries."""
+    """Blocks for a rank's part of the row `index` [B, T]. With several ranks, a rank has two
+    separate pieces of queries, and a block of keys is as long as one or two blocks of queries."""
     ranks, length = line.size, index.shape[1] // line.size
     total = index.shape[1] + (0 if before is None else before.valid.shape[1])
     if name == "mosaic_tpu":
@@ -178,7 +177,7 @@ def _pad_front(x: jax.Array, axis: int, length: int, value: int) -> jax.Array:
 
 
 def _backend(name: str) -> Callable[..., jax.Array]:
-    """The implementation; the TPU's is imported when first used: CPU runs never load Pallas."""
+    """The implementation. The TPU one is imported on first use, so CPU runs never load Pallas."""
     if name == "blockwise":
         return blockwise.attend
     from kernels.attention import tpu

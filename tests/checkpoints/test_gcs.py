@@ -190,7 +190,7 @@ def test_a_run_killed_in_a_save_to_a_bucket_loses_nothing(gcs, place, tmp_path):
     gcs.fault = lambda request: None
     assert marked(gcs, place) == [5] and gcs.names(place.split("/")[2], "run/10/record/metadata")
     done = train(tmp_path / "bucket", *arguments)
-    assert f"passed over {place}/10: its save was interrupted" in done.stdout
+    assert f"skipped {place}/10: its save was interrupted" in done.stdout
     assert f"resumed from step 5 of {place}" in done.stdout
     assert f"step 20 is saved in {place}" in done.stdout
     train(tmp_path / "local", MESH, "--config.checkpoint.every=5")

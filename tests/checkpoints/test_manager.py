@@ -200,7 +200,7 @@ def test_a_damaged_step_can_be_passed_over_and_saved_again(open_manager, folder,
     flip(files(folder / "6")[0], 0.5)
     manager = open_manager()
     assert manager.restore_latest(want(arrays()), "skip").step == 3
-    assert len(lines) == 1 and "passed over" in lines[0] and "/6: damaged" in lines[0]
+    assert len(lines) == 1 and "skipped" in lines[0] and "/6: damaged" in lines[0]
     manager.move_broken(3)
     manager.save(6, arrays(seed=6), {})
     manager.wait()
@@ -239,7 +239,7 @@ def test_an_interrupted_save_is_named_and_tidied(open_manager, folder, lines):
 def test_no_whole_step_is_an_error_not_a_new_start(open_manager, folder):
     saved(open_manager, 3).close()
     (folder / "3" / "state" / "manifest.ocdbt").unlink()
-    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is whole"):
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is usable"):
         open_manager().restore_latest(want(arrays()), "stop")
 
 

@@ -183,8 +183,8 @@ def test_a_broken_config_file_is_one_line(tmp_path):
     ("line", "message"),
     [
         ("config.train.stesp = 2", r"config\.train\.stesp: there is no such.*train\.steps"),
-        ("config.trian = config.train", r"config\.trian: needs to be one of the groups"),
-        ("del config['eval']", r"config\.eval: needs to be one of the groups"),
+        ("config.trian = config.train", r"config\.trian: needs to be one of the option groups"),
+        ("del config['eval']", r"config\.eval: needs to be one of the option groups"),
         ("del config.eval['every']", r"config\.eval\.every: is missing; .* try 200"),
         ("config.train.steps = None", r"config\.train\.steps=None: needs a value of type int"),
     ],

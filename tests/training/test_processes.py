@@ -134,7 +134,7 @@ def test_two_processes_save_to_a_bucket(gcs, bucket, tmp_path):
     gcs.fault = lambda request: None
     both = start(tmp_path / "bucket", *arguments)
     texts = [run.end(0) for run in both]
-    assert f"passed over {place}/6: its save was interrupted" in texts[0]
+    assert f"skipped {place}/6: its save was interrupted" in texts[0]
     assert f"resumed from step 3 of {place}" in texts[0]
     assert learning(tmp_path / "bucket") == learning(tmp_path / "local")
     assert Manager(place).record(12)["digests"] == digests_of(tmp_path / "local", 12)

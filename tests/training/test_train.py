@@ -227,7 +227,7 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 
 
-# Such a process would leave halves in the tests' shared cache of programs, or cannot read it.
+# Such a process cannot keep its programs and says so, in a line beside the one that is tested.
 NO_CACHE = "--config.train.compilation_cache="
 
 
