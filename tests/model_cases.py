@@ -38,10 +38,12 @@ KDA = ModelConfig(
 MIXED = dataclasses.replace(KDA, pattern="kda, attention", learned_initial_state=True)
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
+def make_mesh(
+    data: int = 1, fsdp: int = 1, expert: int = 1, context: int = 1, tensor: int = 1
+) -> jax.sharding.Mesh:
     """A mesh of the first CPU devices."""
-    shape = (data, fsdp, context, tensor)
-    kinds = (jax.sharding.AxisType.Auto,) * 4
+    shape = (data, fsdp, expert, context, tensor)
+    kinds = (jax.sharding.AxisType.Auto,) * len(shape)
     devices = jax.devices()[: int(np.prod(shape))]
     return jax.make_mesh(shape, MESH_AXES, axis_types=kinds, devices=devices)
 
