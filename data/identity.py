@@ -22,6 +22,8 @@ def identity_of(
     identity: Identity = {"source": config.source, "path": source.fingerprint}
     if config.source in ("jsonl", "parquet"):
         identity["field"] = config.field
+    if config.loss_on != "text":
+        identity["loss_on"] = config.loss_on
     identity |= {
         "eval_path": "separate documents" if config.eval_path else "",
         "eval_fraction": 0.0 if config.eval_path else float(config.eval_fraction),

@@ -5,7 +5,10 @@ import dataclasses
 import options
 from options import option
 
-SOURCES = ("stdlib", "text", "jsonl", "parquet", "array_record")
+LOSS_ON = ("text", "completion", "assistant")
+FILE_SOURCES = ("text", "jsonl", "parquet", "array_record")
+TASKS = ("ledger", "recall", "palindrome", "stack")
+SOURCES = ("stdlib", *FILE_SOURCES, *TASKS)
 PACKINGS = ("stream", "whole")
 ON_DATA_CHANGE = ("refuse", "continue")
 
@@ -20,13 +23,22 @@ class DataConfig:
         'document per .py file. "text": a folder (one document per file, at all depths), or a '
         "single file, which for training is cut at line ends into documents of 64 KiB. "
         '"jsonl", "parquet", "array_record": a file or a folder of them, one document per line, '
-        "row or record.",
+        "row or record. "
+        + ", ".join(f'"{task}"' for task in TASKS)
+        + ": generated documents, whose answers alone the loss counts (docs/data.md).",
         choices=SOURCES,
     )
     path: str = option(
-        "", 'File or folder of the documents. Required by every source except "stdlib".'
+        "", "File or folder of the documents. Required by every source that reads files."
     )
     field: str = option("text", "JSONL key or Parquet column that holds the text.")
+    loss_on: str = option(
+        "text",
+        'What the loss counts. "text": all of the text under data.field. "completion" and '
+        '"assistant" are for JSONL whose lines have `prompt` and `completion`, or `messages` with '
+        "`role` and `content`: the completion, or what the assistant says.",
+        choices=LOSS_ON,
+    )
     eval_path: str = option(
         "",
         "Documents for evaluation, in the same format as data.path. Empty: a share of data.path "
@@ -40,6 +52,19 @@ class DataConfig:
         above=0,
         below=1,
     )
+    task_length: int = option(
+        2048,
+        "Tokens of a generated document, begin and end id included.",
+        unit="tokens",
+        minimum=256,
+    )
+    task_documents: int = option(
+        100_000,
+        "Generated documents of an epoch, of which data.eval_fraction are for evaluation.",
+        unit="documents",
+        minimum=2,
+    )
+    task_seed: int = option(0, "Generated documents follow from it and their number.", minimum=0)
     tokenizer: str = option(
         "bytes",
         '"bytes" (258 ids), or the path of a Hugging Face tokenizer.json or of a SentencePiece '
@@ -132,20 +157,26 @@ def check(config: DataConfig) -> None:
 def check_related(config: DataConfig) -> None:
     """Checks options whose constraint depends on the value of another one."""
     source = config.source
-    packed = source != "stdlib"
-    if config.path and not packed:
+    reads_files = source in FILE_SOURCES
+    if config.path and not reads_files:
         raise _wrong(
             config,
             "path",
-            "to be empty with config.data.source='stdlib'",
-            "--config.data.source=" + " or ".join(SOURCES[1:]),
+            f"to be empty with config.data.source={source!r}",
+            "--config.data.source=" + " or ".join(FILE_SOURCES),
         )
-    if packed and not config.path:
+    if reads_files and not config.path:
         needs = f"the path of a file or folder with config.data.source={source!r}"
         raise _wrong(config, "path", needs, "--config.data.path=FOLDER")
-    if config.eval_path and not packed:
-        needs = "to be empty with config.data.source='stdlib', which holds out files"
+    if config.eval_path and not reads_files:
+        needs = f"to be empty with config.data.source={source!r}, which holds out documents"
         raise _wrong(config, "eval_path", needs, "''")
+    if config.loss_on != "text" and source != "jsonl":
+        needs = f"'text' with config.data.source={source!r}"
+        raise _wrong(config, "loss_on", needs, "--config.data.source=jsonl")
+    if source in TASKS and config.tokenizer != "bytes":
+        needs = f"'bytes' with config.data.source={source!r}"
+        raise _wrong(config, "tokenizer", needs, "bytes")
     if source in ("jsonl", "parquet") and not config.field:
         needs = "the name of the " + ("key" if source == "jsonl" else "column") + " of the text"
         raise _wrong(config, "field", needs, "text")

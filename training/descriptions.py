@@ -5,7 +5,8 @@ A value is the mean over the steps since the last report (config.log.every), unl
 """
 
 DESCRIPTIONS = {
-    "learning/loss": "Mean over real tokens, nats per token.",
+    "learning/loss": "Mean over the tokens that the loss counts, nats per token.",
+    "learning/accuracy": "Share of the tokens that the loss counts whose logit is the highest.",
     "learning/bits_per_byte": "Bits per byte of the text that the tokens stand for.",
     "learning/z_loss": "Mean of log(sum(exp(logits)))^2; with config.train.z_loss only.",
     "learning/grad_norm": "Global norm of the gradient before clipping.",
@@ -13,7 +14,8 @@ DESCRIPTIONS = {
     "learning/steps_skipped": "Steps of the run whose update was skipped.",
     "learning/tokens_seen": "Real tokens trained on, restarts included.",
     "learning/epoch": "Passes over the training documents so far.",
-    "eval/loss": "Mean over all validation tokens, nats per token.",
+    "eval/loss": "Mean over the validation tokens that the loss counts, nats per token.",
+    "eval/accuracy": "Share of these tokens whose logit is the highest.",
     "eval/bits_per_byte": "Bits per byte of the validation text.",
     "eval/seconds": "Wall time of the evaluation without compilation.",
     "perf/step_time_seconds": "Wall time per step; compilation, evaluation and saving excluded.",

@@ -50,7 +50,7 @@ class Evaluator:
             self._step = self._jitted.lower(params, self._empty_carry(), batch).compile()
 
     def __call__(self, params: Any, between: Callable[[], None]) -> dict[str, float]:
-        """eval/loss (nats a token), eval/bits_per_byte, eval/seconds (compilation left out).
+        """eval/loss (nats a token), /accuracy, /bits_per_byte, /seconds (compilation left out).
 
         between: called before each batch.
         """
