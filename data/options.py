@@ -1,6 +1,8 @@
 """Options of the data pipeline, `config.data`. The shuffling seed is `config.train.seed`."""
 
 import dataclasses
+import math
+from typing import NamedTuple
 
 import options
 from options import option
@@ -27,6 +29,13 @@ class DataConfig:
         + ", ".join(f'"{task}"' for task in TASKS)
         + ": generated documents, whose answers alone the loss counts (docs/data.md).",
         choices=SOURCES,
+    )
+    mixture: str = option(
+        "",
+        "Several sources instead of data.source and data.path: `weight source path` of each, "
+        'separated by ";", such as "3 text books; 1 jsonl chats.jsonl; 0.5 ledger". Weights are '
+        "shares of tokens, of any sum; data.field and data.loss_on are of the sources that take "
+        'them. For data.packing="stream".',
     )
     path: str = option(
         "", "File or folder of the documents. Required by every source that reads files."
@@ -151,7 +160,16 @@ def check(config: DataConfig) -> None:
         OptionError: one line that names the option.
     """
     options.check(config, "data")
-    check_related(config)
+    if not config.mixture:
+        return check_related(config)
+    for name in ("path", "eval_path"):
+        if getattr(config, name):
+            raise _wrong(config, name, "to be empty with config.data.mixture", "''")
+    if config.packing != "stream":
+        raise _wrong(config, "packing", "'stream' with config.data.mixture", "stream")
+    mixture_weights(config)
+    for part in parts_of(config):
+        check_related(part)
 
 
 def check_related(config: DataConfig) -> None:
@@ -183,6 +201,55 @@ def check_related(config: DataConfig) -> None:
     if not config.tokenizer:
         needs = "'bytes', the path of a tokenizer.json or of a SentencePiece .model"
         raise _wrong(config, "tokenizer", needs, "bytes")
+
+
+class _Part(NamedTuple):
+    """A source of a mixture."""
+
+    weight: float
+    source: str
+    path: str
+
+
+def _mixed(config: DataConfig) -> list[_Part]:
+    """The sources in data.mixture."""
+    parts = []
+    for text in filter(str.strip, config.mixture.split(";")):
+        weight, source, path = [*text.split(maxsplit=2), "", ""][:3]
+        try:
+            part = _Part(float(weight), source, path.strip())
+        except ValueError:
+            part = _Part(0.0, source, path)
+        if not 0 < part.weight < math.inf or source not in SOURCES:
+            needs = "`weight source path` of each source, separated by ';', with a weight above 0"
+            raise _wrong(
+                config,
+                "mixture",
+                f"{needs} and one of {', '.join(SOURCES)}",
+                "'3 text a; 1 text b'",
+            )
+        parts.append(part)
+    return parts
+
+
+def mixture_weights(config: DataConfig) -> tuple[float, ...]:
+    """The sources' shares of tokens, of any sum; (1.0,) without a mixture."""
+    return tuple(part.weight for part in _mixed(config)) or (1.0,)
+
+
+def parts_of(config: DataConfig) -> list[DataConfig]:
+    """The options of each source by itself."""
+    if not config.mixture:
+        return [config]
+    parts = []
+    for part in _mixed(config):
+        loss_on = config.loss_on if part.source == "jsonl" else "text"
+        parts.append(
+            dataclasses.replace(
+                config, source=part.source, path=part.path, loss_on=loss_on, mixture=""
+            )
+        )
+    return parts
 
 
 def _wrong(config: DataConfig, name: str, needs: str, suggestion: str) -> options.OptionError:

@@ -67,7 +67,7 @@ class InFlightStep:
     step: int
     metrics: Metrics
     data_wait: float  # seconds
-    epoch: float  # passes over the training documents, with this step
+    data: dict[str, float]  # how far the training documents were read, with this step
     numbers: Numbers | None = None  # of the finished step, on the host
     reported: bool = False
 
@@ -79,7 +79,7 @@ class TrainLoop:
     Attributes:
         votes: the arrays for "continue" and "stop"; see step.py.
         ready: waits at most so many seconds for the next batch; whether it, or the end, is there.
-        more: whether `batches` has another one. epoch: passes over the documents so far.
+        more: whether `batches` has another one. progress: values to log of what was read.
         evaluate: see `Evaluator.__call__`.
     """
 
@@ -91,7 +91,7 @@ class TrainLoop:
     batches: Iterator[Batch]
     ready: Callable[[float], bool]
     more: Callable[[], bool]
-    epoch: Callable[[], float]
+    progress: Callable[[], dict[str, float]]
     evaluate: Callable[[Params, Callable[[], None]], dict[str, float]]
     saver: Saver
     meter: Meter
@@ -155,7 +155,7 @@ class TrainLoop:
         vote = self.votes[self.signals.stop is not None]
         with self.profiler.named(step):
             self.state, metrics = self.step(self.state, batch, vote)
-        self._newest = InFlightStep(step, metrics, data_wait, self.epoch())
+        self._newest = InFlightStep(step, metrics, data_wait, self.progress())
         return self._newest
 
     def _stops_alone(self) -> bool:
@@ -237,7 +237,7 @@ class TrainLoop:
         """Writes what is known of a step, once."""
         if not in_flight.reported:
             self._wait(in_flight)
-            learning = self.meter.report() | {"learning/epoch": in_flight.epoch}
+            learning = self.meter.report() | in_flight.data
             self.writers.write(in_flight.step, learning | values | self.goodput.metrics())
             self.goodput.write()
             in_flight.reported = True

@@ -144,7 +144,7 @@ def make_loop(
         batches=iter(parts.loader),
         ready=parts.loader.ready,
         more=parts.loader.has_more,
-        epoch=parts.loader.epoch,
+        progress=parts.loader.progress,
         evaluate=evaluator,
         saver=Saver(parts, manager) if manager else NoSaver(),
         meter=Meter(

@@ -38,11 +38,11 @@ def test_batches_lie_on_the_mesh(config, shape, windows):
     """Sharded as said, and whatever the mesh the same as the host's own rows."""
     mesh = make_mesh(*shape)
     with loader(config, mesh=mesh, windows=windows) as placed:
-        corpus = placed._corpus
+        mixture = placed._mixture
         start = np.asarray([Record().to_ints()] * 4)
         made = iter(
             Batches(
-                corpus,
+                mixture,
                 config,
                 rows=list(range(4)),
                 records=start,
@@ -274,10 +274,10 @@ def test_many_broken_documents_are_reported_when_first_seen(tmp_path, broken, an
 
 def test_the_epoch_is_counted(config):
     with loader(change(config, epochs=2)) as source:
-        assert source.epoch() == 0
-        epochs = [source.epoch() for _ in source]
+        assert source.progress() == {"learning/epoch": 0}
+        epochs = [source.progress()["learning/epoch"] for _ in source]
     assert epochs == sorted(epochs)
-    assert source.epoch() == 2
+    assert source.progress() == {"learning/epoch": 2}
 
 
 def test_a_wait_for_data_has_a_limit(config, monkeypatch):
