@@ -26,7 +26,7 @@ import numpy as np
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CONFIG = os.path.join(ROOT, "configs", "ledger.py")
 ROW = 256
-STEPS, LATE_STEPS = 300, 30
+STEPS, LATE_STEPS = 600, 60
 # Rows of a document: documents that are read.
 DOCUMENTS = {8: 16, 32: 4, 128: 4}
 STREAMS = 4
@@ -60,8 +60,8 @@ LATE = (
 PHASES = (
     Phase("no carry", STEPS - LATE_STEPS, NO_CARRY),
     Phase("no carry, then carry", LATE_STEPS, LATE, init_from="no carry"),
-    Phase("no carry", STEPS, NO_CARRY),
     Phase("carry, 1 window", STEPS, ()),
+    Phase("no carry", STEPS, NO_CARRY),
     Phase("rows of 2048", STEPS, LONG),
     Phase("carry, 4 windows", STEPS, CARRY_4),
 )

@@ -166,7 +166,7 @@ def test_evaluation_is_the_same_every_time(config):
     assert [plain(batch) for batch in other_seed] == first
     limited = loader(config, "eval", max_batches=2)
     assert [plain(batch) for batch in limited] == first[:2]
-    held_out = sum(len(source.source[i].text) + 2 for i in range(len(source.source)))
+    held_out = sum(len(source.sources[0][i].text) + 2 for i in range(len(source.sources[0])))
     assert sum(np.count_nonzero(batch["segment_ids"]) for batch in first) == held_out
     assert np.any(np.asarray(first[-1]["segment_ids"])[..., -1] == 0)
     for batch in first:
@@ -202,7 +202,7 @@ def test_evaluation_of_an_end_read_in_parts_is_that_of_one_read_whole(tmp_path, 
         monkeypatch.setattr(reader, "LONG_BYTES", mapped)
         with loader(config, "eval") as source:
             assert isinstance(
-                source.source[0].text, bytes if mapped == len(text) else reader.FileText
+                source.sources[0][0].text, bytes if mapped == len(text) else reader.FileText
             )
             made.append([[plain(batch), source.state()] for batch in source])
             source.restore(made[0][20][1])
@@ -214,7 +214,9 @@ def test_training_ends_with_its_epochs(config):
     """All tokens of two epochs, then the end, again and again; without epochs no end."""
     source = loader(change(config, epochs=2))
     tokens = sum(int(np.count_nonzero(batch.segment_ids)) for batch in source)
-    assert tokens == 2 * sum(len(source.source[i].text) + 2 for i in range(len(source.source)))
+    assert tokens == 2 * sum(
+        len(source.sources[0][i].text) + 2 for i in range(len(source.sources[0]))
+    )
     with pytest.raises(StopIteration):
         next(source)
     with loader(config) as endless:
