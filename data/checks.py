@@ -1,5 +1,6 @@
 """Refuses options that these documents or this mesh cannot serve, before anything is read."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -8,11 +9,14 @@ from data.documents import DocumentSource
 from data.options import DataConfig
 from errors import UserError
 
+ROWS = ("data", "fsdp", "expert")  # mesh axes over which rows are divided
+
 
 def check_mesh(config: DataConfig, mesh: Mapping[str, int]) -> None:
-    shards = mesh["data"] * mesh["fsdp"]
+    """Refuses a batch or rows that the mesh's axes do not divide."""
+    shards = math.prod(mesh[axis] for axis in ROWS)
     for name, given, parts, axes in (
-        ("global_batch_size", config.global_batch_size, shards, "mesh.data * mesh.fsdp"),
+        ("global_batch_size", config.global_batch_size, shards, "mesh.data * fsdp * expert"),
         ("sequence_length", config.sequence_length, mesh["context"], "mesh.context"),
     ):
         if given % parts:
@@ -24,15 +28,15 @@ def check_mesh(config: DataConfig, mesh: Mapping[str, int]) -> None:
 
 
 def check_documents(config: DataConfig, source: DocumentSource, mesh: Mapping[str, int]) -> None:
-    """Refuses endless training in which some streams have no documents epoch after epoch.
+    """Refuses endless training with fewer documents than streams.
 
-    They would continue with the next epoch at once, so that all soon read the same texts in
-    lockstep. With a number of epochs they end, and their rows are padded.
+    Streams without documents would continue with the next epoch immediately, so all streams would
+    soon read the same texts in lockstep. With a number of epochs they end, and are padded.
     """
     found = int(np.count_nonzero(source.sizes))
     if config.epochs or found >= config.global_batch_size:
         return
-    shards = mesh["data"] * mesh["fsdp"]
+    shards = math.prod(mesh[axis] for axis in ROWS)
     fewer = found // shards * shards
     raise UserError(
         f"config.data.global_batch_size={config.global_batch_size}: needs at least as many "

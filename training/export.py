@@ -10,7 +10,7 @@ import numpy as np
 from data.tokenizer import make_tokenizer
 from errors import UserError
 from model.axes import MESH_AXES
-from model.convert import FORMATS
+from model.convert.registry import FORMATS
 from training.restore import load_params
 from training.weights import SpecialTokens, write_folder
 

@@ -13,13 +13,15 @@ ASSISTANT = "assistant"
 class Form(Protocol):
     """How an object becomes a document. Pickled to workers.
 
-    option, needs: for an error, which option asks for what.
+    option, needs, example: for an error, which option asks for what.
     """
 
     @property
     def option(self) -> str: ...
     @property
     def needs(self) -> str: ...
+    @property
+    def example(self) -> str: ...
     def texts(self, record: dict[str, Any]) -> list[str] | None: ...  # None: of another form
     def known(self, record: dict[str, Any]) -> set[str]: ...  # keys that may have been meant
     def document(self, texts: list[bytes]) -> Document: ...
@@ -39,6 +41,10 @@ class TextForm:
     def needs(self) -> str:
         return "text under that key"
 
+    @property
+    def example(self) -> str:
+        return f'an object, {{"{self.field}": "..."}}'
+
     def texts(self, record: dict[str, Any]) -> list[str] | None:
         text = record.get(self.field)
         return [text] if isinstance(text, str) else None
@@ -56,6 +62,7 @@ class CompletionForm:
 
     option = "config.data.loss_on='completion'"
     needs = "line with texts under both 'prompt' and 'completion'"
+    example = 'an object, {"prompt": "...", "completion": "..."}'
 
     def texts(self, record: dict[str, Any]) -> list[str] | None:
         return _all_texts([record.get("prompt"), record.get("completion")])
@@ -78,6 +85,7 @@ class MessagesForm:
 
     option = "config.data.loss_on='assistant'"
     needs = "line with a list 'messages' of objects with texts 'role' and 'content'"
+    example = 'an object, {"messages": [{"role": "user", "content": "..."}]}'
 
     def texts(self, record: dict[str, Any]) -> list[str] | None:
         messages = record.get("messages")

@@ -1,4 +1,4 @@
-"""JSONL: one document per line of JSON; forms.py says which of its values are the text."""
+"""JSONL: one document per line, a JSON object; forms.py says which of its values are the text."""
 
 import json
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from data.readers.forms import Form
 from data.readers.reader import BROKEN, Document, hashes_of_numbers, sample_of
 from errors import UserError
 
-# Numbers are not text, so none is worth an error: float takes any number of digits, int does not.
+# Numbers are ignored and must not cause errors: float accepts any number of digits, int does not.
 _JSON = json.JSONDecoder(parse_int=float)
-# Planes of private use, whose characters can represent bytes while a line is parsed.
+# Unicode's private-use planes, whose characters can represent bytes while a line is parsed.
 _PRIVATE = range(0xF0000, 0x10FF00, 0x100)
 _HEAD_BYTES = 256
 
@@ -27,7 +27,7 @@ class JsonLinesReader:
         found = [find_lines(self.files, number) for number in range(len(paths))]
         self._file_of = np.repeat(np.arange(len(paths)), [len(starts) for starts, _ in found])
         self._starts = np.concatenate([starts for starts, _ in found])
-        # The length of a line is close enough to that of its text to balance streams by.
+        # The length of a line is close enough to that of its text to balance the streams.
         self.sizes = np.concatenate([lengths for _, lengths in found])
         self._check_form()
 
@@ -41,10 +41,15 @@ class JsonLinesReader:
                     return
                 keys |= self._form.known(record)
         if len(self):
-            known = ", ".join(repr(key) for key in sorted(keys)[:10]) or "no text at all"
+            known = ", ".join(repr(key) for key in sorted(keys)[:10])
+            advice = (
+                f"the lines have {known}; try one of these"
+                if keys
+                else f"its lines have no text at all; each needs to be {self._form.example}"
+            )
             raise UserError(
                 f"{self._form.option}: {self.files.paths[0]} has no {self._form.needs}, nor has "
-                f"any other file; the lines have {known}; try one of these"
+                f"any other file; {advice}"
             )
 
     def __len__(self) -> int:
@@ -61,7 +66,7 @@ class JsonLinesReader:
         return self.files.read(int(self._file_of[index]), start, start + int(self.sizes[index]))
 
     def _record(self, index: int) -> Any:
-        """Returns the line's JSON value, None where it has none."""
+        """Returns the JSON value of a line; None if it is not JSON."""
         return _parsed(self._line(index).decode("utf-8", errors="surrogateescape"))
 
     def __getitem__(self, index: int) -> Document:
@@ -81,10 +86,10 @@ type Select = Callable[[dict[str, Any]], list[str] | None]
 
 
 def texts_of(line: bytes, select: Select) -> list[bytes] | None:
-    """Returns the selected texts of a line of JSON as UTF-8; None where there are none.
+    """Returns the selected texts of a line of JSON as UTF-8; None if there are none.
 
-    Bytes that are not UTF-8 stay as they are. An escaped surrogate without its partner has no UTF-8
-    form and becomes the three bytes that its number would have.
+    Bytes that are not UTF-8 are kept. An escaped lone surrogate, which has no UTF-8 form, becomes
+    the three bytes that would encode its code point.
     """
     try:
         texts = _selected(line.decode("utf-8"), select)
@@ -101,11 +106,10 @@ def _selected(line: str, select: Select) -> list[str] | None:
 
 
 def _texts_with_bytes(line: bytes, select: Select) -> list[bytes] | None:
-    """`texts_of` a line with bytes that are not UTF-8.
+    """`texts_of` for a line with bytes that are not UTF-8.
 
-    Python's escape for such a byte is a surrogate, which the line may spell itself. So byte b is
-    parsed as the character `base` + b, with a base for which the texts have none of these
-    characters.
+    Python escapes such a byte as a surrogate, which the line may also contain as a JSON escape. So
+    byte b is parsed as the character `base` + b, with a base whose characters the texts lack.
     """
     escaped = line.decode("utf-8", errors="surrogateescape")
     texts = _selected(escaped, select)
@@ -116,7 +120,7 @@ def _texts_with_bytes(line: bytes, select: Select) -> list[bytes] | None:
     marked = _selected(
         escaped.translate({0xDC00 + b: base + b for b in range(0x80, 0x100)}), select
     )
-    assert marked is not None  # of the same form
+    assert marked is not None  # it parses as `escaped` did
     return [_bytes_of(text, base) for text in marked]
 
 
@@ -130,9 +134,9 @@ def _bytes_of(text: str, base: int) -> bytes:
 
 
 def find_lines(files: Files, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns where a file's lines start and how long they are, [n] int64 each, ends left off.
+    """Returns the starts and the lengths without line ends of a file's lines, [n] int64 each.
 
-    Blank lines, which editors leave behind, and a byte order mark are left out.
+    Blank lines, which editors leave behind, and a byte order mark are skipped.
     """
     ends: list[np.ndarray] = []
     start = 0
@@ -147,5 +151,5 @@ def find_lines(files: Files, number: int) -> tuple[np.ndarray, np.ndarray]:
     stops = np.concatenate([*ends, [start]]).astype(np.int64)
     starts = np.concatenate([[0], stops[:-1] + 1])
     starts[0] = utf8_mark(head)
-    kept = stops - starts > 1  # one byte is blank, a carriage return, or not an object
+    kept = stops - starts > 1  # a single byte is a space, a carriage return, or not an object
     return starts[kept], (stops - starts)[kept]

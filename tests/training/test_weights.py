@@ -1,4 +1,4 @@
-"""Folders of weights: exact round trips, and one line for each that does not fit."""
+"""Folders of weights: exact round trips, and a one-line error for each that does not fit."""
 
 import dataclasses
 import json
@@ -9,16 +9,35 @@ import numpy as np
 import pytest
 
 from checkpoints.safetensors_io import Reader, Spec, WeightsError, Writer
-from model.convert import FORMATS, ConvertError
+from model.config import ModelConfig
+from model.convert.formats import ConvertError
+from model.convert.registry import FORMATS
 from model.params import param_shardings
 from tests.model_cases import KDA, MIXED, make_mesh, make_params
 from training.state import flatten
 from training.weights import SpecialTokens, read_folder, write_folder
 
 SQUARE = dataclasses.replace(KDA, key_dim=8, value_dim=8, gate_rank=8, num_repeats=3)
+HYBRID = dataclasses.replace(
+    SQUARE,
+    pattern="kda, kda, mla, kda, mla",  # as irregular as Kimi Linear's last layers
+    num_repeats=1,
+    mla_heads=4,
+    mla_kv_rank=20,
+    mla_nope_dim=12,
+    mla_rope_dim=6,
+    mla_value_dim=10,
+)
+REPEATED = dataclasses.replace(HYBRID, pattern="kda, mla", num_repeats=2)
 TALL = dataclasses.replace(KDA, gate_rank=16, tie_embeddings=True)  # V 16, K 8: fla's alone
+SHARED_OPTIONS = (
+    "d_model", "d_ff", "kda_heads", "key_dim", "value_dim", "gate_rank", "vocab_size",
+    "tie_embeddings", "norm_eps", "conv_kernel_size",
+)  # fmt: skip
+MLA_OPTIONS = tuple(name for name in ModelConfig.__dataclass_fields__ if name.startswith("mla_"))
 SPECIAL = SpecialTokens(bos_id=59, eos_id=60)
-CASES = [("kimi_linear", SQUARE), ("kda", SQUARE), ("kda", TALL)]
+CASES = [("kimi_linear", cfg) for cfg in (SQUARE, HYBRID, REPEATED)]
+CASES += [("kda", SQUARE), ("kda", TALL)]
 
 
 def write(folder, kind="kimi_linear", cfg=SQUARE, dtype=np.float32, mesh=None):
@@ -54,7 +73,16 @@ def test_a_round_trip_is_exact_on_any_mesh(tmp_path, kind, cfg, sizes):
     found, model = read(tmp_path, mesh)
     compare(found, params, cfg)
     shape = ("d_model", "d_ff", "kda_heads", "key_dim", "value_dim", "gate_rank", "layers")
-    for name in (*shape, "vocab_size", "tie_embeddings", "norm_eps", "conv_kernel_size"):
+    mla = tuple(f"mla_{name}" for name in ("heads", "kv_rank", "nope_dim", "rope_dim", "value_dim"))
+    for name in (
+        *shape,
+        *(mla if "mla" in cfg.mixers else ()),
+        "mixers",
+        "vocab_size",
+        "tie_embeddings",
+        "norm_eps",
+        "conv_kernel_size",
+    ):
         assert getattr(model, name) == getattr(cfg, name), name
     for name, sharding in flatten(param_shardings(cfg, mesh)).items():
         assert flatten(found)[name].sharding.is_equivalent_to(sharding, flatten(found)[name].ndim)
@@ -100,7 +128,7 @@ def test_a_model_that_the_format_lacks_is_refused(tmp_path, change, text):
 
 
 def rewrite(folder, change) -> None:
-    """The folder again with its tensors changed: change(dict of arrays)."""
+    """A copy of the folder with changed tensors: change(dict of arrays)."""
     reader = Reader(str(folder))
     arrays = {name: reader.read(name) for name in reader.entries}
     change(arrays)
@@ -143,13 +171,21 @@ def test_a_bias_that_we_lack_must_be_zero(tmp_path):
         ("kimi_linear", {"model_type": "llama"}, "model_type is 'llama'"),
         ("kimi_linear", {"hidden_size": None}, "has no 'hidden_size'"),
         ("kimi_linear", {"mlp_layer_types": ["dense", "sparse", "sparse"]}, "experts"),
+        ("kimi_linear", {"layer_types": ["linear_attention", "sliding", "x"]}, "type 'sliding'"),
+        ("mla", {"q_lora_rank": 8}, "q_lora_rank=8; only None"),
+        ("mla", {"num_key_value_heads": 2}, "num_key_value_heads=2; only 4"),
+        ("mla", {"mla_use_nope": False}, "mla_use_nope=False; only True"),
+        ("mla", {"attention_bias": True}, "attention_bias=True; only False"),
         ("kda", {"attn": {"layers": [1]}}, "config.json has attn"),
         ("kda", {"num_v_heads": 4}, "num_v_heads=4"),
         ("kda", {"allow_neg_eigval": True}, "allow_neg_eigval=True"),
     ],
 )
 def test_a_config_of_another_model_is_one_line(tmp_path, kind, change, text):
-    write(tmp_path, kind)
+    if kind == "mla":
+        write(tmp_path, cfg=REPEATED)
+    else:
+        write(tmp_path, kind)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text()) | change
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
