@@ -55,9 +55,9 @@ def test_batches_lie_on_the_mesh(config, shape, windows):
             batch, expected = next(placed), next(made).batch
             assert plain(batch) == plain(expected)
             for name, field in batch._asdict().items():
-                spec = PartitionSpec(None, ("data", "fsdp"), "context")
+                spec = PartitionSpec(None, ("data", "fsdp", "expert"), "context")
                 if name == "continues":
-                    spec = PartitionSpec(None, ("data", "fsdp"))
+                    spec = PartitionSpec(None, ("data", "fsdp", "expert"))
                 else:
                     assert field.shape == (windows, 4, 64)
                 assert field.sharding.spec == spec

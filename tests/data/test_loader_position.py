@@ -52,8 +52,8 @@ if __name__ == "__main__":
     from data.loader import make_loader
     from data.options import DataConfig
     given = json.load(sys.stdin)
-    mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1, 1),
-                ("data", "fsdp", "context", "tensor"))
+    mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1, 1, 1),
+                ("data", "fsdp", "expert", "context", "tensor"))
     for options, state, count in given:
         loader = make_loader(DataConfig(**options), split="train", mesh=mesh, seed=7, windows=2,
                              positions=True)

@@ -40,8 +40,8 @@ json.dump(results, open(given["to"], "w"))
 
 
 def make_mesh(shape: list[int], order: list[int]) -> Mesh:
-    devices = np.asarray(jax.devices())[order].reshape(shape[0], 1, shape[1], 1)
-    return Mesh(devices, ("data", "fsdp", "context", "tensor"))
+    devices = np.asarray(jax.devices())[order].reshape(shape[0], 1, 1, shape[1], 1)
+    return Mesh(devices, ("data", "fsdp", "expert", "context", "tensor"))
 
 
 def run(case: tuple[list[int], list[int]], options: dict) -> dict:
