@@ -26,7 +26,7 @@ import numpy as np
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CONFIG = os.path.join(ROOT, "configs", "ledger.py")
 ROW = 256
-STEPS, LATE_STEPS = 600, 60
+STEPS, LATE_STEPS = 1500, 150
 # Rows of a document: documents that are read.
 DOCUMENTS = {8: 16, 32: 4, 128: 4}
 STREAMS = 4
@@ -65,6 +65,7 @@ PHASES = (
     Phase("rows of 2048", STEPS, LONG),
     Phase("carry, 4 windows", STEPS, CARRY_4),
 )
+ALSO_RESET = ("no carry", "carry, 1 window")
 ARMS = tuple(dict.fromkeys(phase.arm for phase in PHASES))
 
 
@@ -115,10 +116,10 @@ def metrics(run: str) -> list[dict[str, float]]:
 
 
 def evaluate_all(phase: Phase, seed: int, workdir: str, out: str) -> None:
-    """Appends a record for every length of documents, and without the carry for "no carry"."""
+    """Appends a record for every length of documents, rolled out, and for some arms reset."""
     done = {key_of(record) for record in read_results(out)}
     logged = metrics(folder(workdir, phase.arm, seed))
-    for carried in (True, False) if phase.arm == "no carry" else (True,):
+    for carried in (True, False) if phase.arm in ALSO_RESET else (True,):
         for rows in DOCUMENTS:
             record = {"arm": phase.arm, "carried": carried, "rows": rows, "seed": seed}
             if key_of(record) in done:

@@ -2,8 +2,9 @@
 
     python train.py --config configs/ledger.py
 
-Two KDA layers of width 128, 1.2 million tokens of generated documents of eight rows (docs/data.md),
-on one CPU core. Nine answers in ten are right after 300 steps, 99 in 100 at the end.
+Two KDA layers of width 128 read three million tokens of generated documents of eight rows
+(docs/data.md), on one CPU core. 91 answers in 100 are right after 300 steps, 99.8 at the end
+(docs/evidence.md).
 """
 
 from configs import base
@@ -13,7 +14,7 @@ def get_config():
     """Rows of 256 tokens, eight of them a document; 2,048 tokens a step."""
     config = base.get_config()
     with config.unlocked():
-        config.train.steps = 600
+        config.train.steps = 1500
         config.data.source = "ledger"
         config.data.task_length = 2048
         config.data.sequence_length = 256
@@ -29,10 +30,10 @@ def get_config():
         config.model.remat = "none"
         config.optimizer.name = "muon"
         config.optimizer.learning_rate = 1e-2
-        config.optimizer.schedule_steps = 600
-        config.optimizer.warmup_steps = 30
+        config.optimizer.schedule_steps = 1500
+        config.optimizer.warmup_steps = 50
         config.optimizer.weight_decay = 0.01
-        config.eval.every = 200
+        config.eval.every = 100
         config.eval.batches = 16
         config.checkpoint.every = 0
         config.log.every = 10

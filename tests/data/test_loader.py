@@ -426,7 +426,7 @@ def test_a_loader_can_start_ahead(config, monkeypatch):
         (
             (2, 2, 1),
             {"global_batch_size": 6},
-            "config.data.global_batch_size=6: needs a multiple of mesh.data * mesh.fsdp",
+            "config.data.global_batch_size=6: needs a multiple of mesh.data * fsdp * expert",
         ),
         ((1, 1, 4), {"sequence_length": 66}, "config.data.sequence_length=66: needs a multiple of"),
         ((2, 1, 1), {"global_batch_size": 1}, "= 2, such as 2"),
