@@ -14,8 +14,8 @@ Keys = tuple[jax.Array, jax.Array, jax.Array]  # k, v [B, G, S, d]; visible [B, 
 
 
 def attend(q: jax.Array, parts: Sequence[Keys]) -> jax.Array:
-    """A row's query [B, H, 1, d] against all keys of `parts`, which are not concatenated (this would
-    copy them). Sums and the softmax are float32.
+    """A row's query [B, H, 1, d] against all keys of `parts`, which are not concatenated, as this
+    would copy them. Sums and the softmax are float32.
 
     Returns:
         [B, H, 1, d] in q's dtype; 0 if a row sees no key.
