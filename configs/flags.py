@@ -72,7 +72,7 @@ flags.DEFINE_string(
     "plan_factors",
     "",
     "File of speeds that --plan uses, as `make tpu-check` writes it. Default: "
-    "~/.config/kda-trainer/tpu_factors.json, where there is one; none: the built-in speeds.",
+    "~/.config/kda-trainer/tpu_factors.json, if it exists; none: the built-in speeds.",
     flag_values=_FLAGS,
 )
 flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=_FLAGS)
