@@ -51,6 +51,13 @@ flags.DEFINE_string(
 )
 flags.DEFINE_integer("processes", 0, "Number of processes; 0: detected by JAX.", flag_values=_FLAGS)
 flags.DEFINE_integer("process_id", -1, "This process's number, from 0.", flag_values=_FLAGS)
+flags.DEFINE_integer(
+    "start_timeout",
+    60,
+    "Seconds that processes which train together wait for each other when they start.",
+    lower_bound=1,
+    flag_values=_FLAGS,
+)
 flags.DEFINE_string(
     "plan",
     "",
@@ -65,7 +72,7 @@ flags.DEFINE_string(
     "plan_factors",
     "",
     "File of speeds that --plan uses, as `make tpu-check` writes it. Default: "
-    "~/.config/kda-trainer/tpu_factors.json, where there is one; none: the built-in speeds.",
+    "~/.config/kda-trainer/tpu_factors.json, if it exists; none: the built-in speeds.",
     flag_values=_FLAGS,
 )
 flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=_FLAGS)
@@ -73,8 +80,17 @@ flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=
 PATHS = (("checkpoint", "directory"), ("data", "tokenizer"), ("train", "compilation_cache"))
 _OWN = (
     *("config", "workdir", "init_from", "eval_only", "eval_json", "plan", "plan_json"),
-    *("plan_factors", "coordinator", "processes", "process_id", "help"),
+    *("plan_factors", "coordinator", "processes", "process_id", "start_timeout", "help"),
 )
+# Arguments of other trainers, beside the names of options (`renamed_from`).
+_FOLDER = "try --workdir=FOLDER"
+_DEVICES = "try --config.mesh.data=N, or fsdp, context, tensor: their product is the devices"
+_OTHER_NAMES = {
+    **dict.fromkeys(("output_dir", "out_dir", "logdir", "log_dir", "save_dir"), _FOLDER),
+    **dict.fromkeys(("devices", "gpus", "num_devices", "nproc_per_node"), _DEVICES),
+    "resume": "not needed: the same command resumes",
+    "resume_from_checkpoint": "not needed: the same command resumes",
+}
 
 
 def parse(argv: list[str]) -> tuple[ConfigDict, flags.FlagValues]:
@@ -226,6 +242,8 @@ def _lookup(config: ConfigDict, name: str) -> Any:
 def _hint(argument: str) -> str:
     """Suggests what an unknown argument may have meant."""
     name = argument.lstrip("-").partition("=")[0]
+    if name in _OTHER_NAMES:
+        return _OTHER_NAMES[name]
     found = check.hints(name)
     return f"try --config.{found[0]}=..." if found else "try --help"
 

@@ -1,12 +1,12 @@
-"""Muon for matrices that are kept in pieces: each is orthogonalised whole, on one rank.
+"""Muon for sharded matrices: each matrix is orthogonalised as a whole, on one rank.
 
-Gradients and momenta are sharded as the parameters are, and Newton-Schulz needs whole matrices.
-Matrices of one shape and placement are stacked, padded to a multiple of the ranks, exchanged so
+Gradients and momenta are sharded like the parameters, but Newton-Schulz needs whole matrices.
+Matrices of the same shape and sharding are stacked, padded to a multiple of the ranks, exchanged so
 that each rank holds some of them whole, orthogonalised there, and exchanged back. A rank sends and
-receives its own share of the momenta twice; gathering would bring all of them to every rank, and
+receives its own share of the momenta twice. Gathering would send all of them to every rank, and
 every rank would repeat all products.
 
-The state is that of `optax.contrib.scale_by_muon`, so checkpoints keep their names.
+The state is that of `optax.contrib.scale_by_muon`, so the names in checkpoints are the same.
 """
 
 import collections
@@ -24,15 +24,16 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's quintic, for five steps
 _STEPS = 5
 _EPS = 1e-8
 
-Placements = dict[str, NamedSharding]  # by the parameter's path, as `jax.tree_util.keystr` says it
+Placements = dict[str, NamedSharding]  # by the parameter's path, in the form of `keystr`
 
 
 def scale_by_muon(beta: float, shardings: Any) -> optax.GradientTransformation:
     """Nesterov momentum, bias-corrected, then the nearest (semi-)orthogonal matrix.
 
     Args:
-        shardings: tree of `NamedSharding` of all parameters, those of other rules included. The
-            parameters given to the update are stacks of matrices [R, I, O].
+        shardings: tree of `NamedSharding` of all parameters, including those of other rules. The
+            parameters passed to the update are stacks of matrices [R, I, O] or, for experts,
+            [R, E, I, O].
     """
     placements = {
         jax.tree_util.keystr(path): sharding
@@ -56,7 +57,7 @@ def scale_by_muon(beta: float, shardings: Any) -> optax.GradientTransformation:
 
 
 def scale_by_size(factor: float) -> optax.GradientTransformation:
-    """An orthogonal [I, O] times factor * sqrt(max(I, O)) has a root mean square of `factor`."""
+    """Scales an orthogonal [I, O] by factor * sqrt(max(I, O)), to an RMS of `factor`."""
 
     def update(updates, params=None):
         return jax.tree.map(lambda x: math.sqrt(max(x.shape[-2:])) * factor * x, updates)
@@ -65,7 +66,7 @@ def scale_by_size(factor: float) -> optax.GradientTransformation:
 
 
 def _orthogonalise(tree: Any, coefficients: jax.Array, placements: Placements) -> Any:
-    """`newton_schulz` of every matrix of a tree of stacks [R, I, O], each computed on one rank."""
+    """`newton_schulz` of every matrix of a tree of stacks [R, ..., I, O], each on one rank."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     groups = collections.defaultdict(list)
     for number, (path, stack) in enumerate(leaves):
@@ -84,9 +85,14 @@ def _orthogonalise(tree: Any, coefficients: jax.Array, placements: Placements) -
 
 
 def _share(spec: PartitionSpec, coefficients: jax.Array, stacks: list[jax.Array]):
-    """One rank's pieces of stacks of one shape -> the same pieces, orthogonalised."""
-    exchanges = [(dimension, axes) for dimension, axes in enumerate(spec) if axes]
+    """One rank's shards of stacks of one shape -> the same shards, orthogonalised.
+
+    Nothing is exchanged along axes that shard only the stack of matrices, not each matrix.
+    """
+    shapes, (inputs, outputs) = [stack.shape for stack in stacks], spec[-2:]
+    exchanges = [(dimension, axes) for dimension, axes in ((1, inputs), (2, outputs)) if axes]
     ranks = math.prod(jax.lax.axis_size(axes) for _, axes in exchanges)
+    stacks = [stack.reshape(-1, *stack.shape[-2:]) for stack in stacks]
     pieces = jnp.concatenate(stacks)
     x = jnp.pad(pieces, ((0, -pieces.shape[0] % ranks), (0, 0), (0, 0)))
     for dimension, axes in exchanges:
@@ -95,7 +101,8 @@ def _share(spec: PartitionSpec, coefficients: jax.Array, stacks: list[jax.Array]
     for dimension, axes in reversed(exchanges):
         x = jax.lax.all_to_all(x, axes, dimension, 0, tiled=True)
     ends = list(itertools.accumulate(stack.shape[0] for stack in stacks))
-    return [x[end - stack.shape[0] : end] for end, stack in zip(ends, stacks)]
+    whole = zip(ends, stacks, shapes)
+    return [x[end - stack.shape[0] : end].reshape(shape) for end, stack, shape in whole]
 
 
 def newton_schulz(x: jax.Array, coefficients: jax.Array) -> jax.Array:

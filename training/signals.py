@@ -1,14 +1,13 @@
-"""Requests to stop (SIGTERM, SIGINT, SIGHUP) or to profile (SIGUSR1), at any moment.
+"""Handles requests to stop (SIGTERM, SIGINT, SIGHUP) or to profile (SIGUSR1) at any time.
 
 The main thread spends its time inside XLA, where Python runs no signal handlers. The interpreter
-writes each signal's number to a socket at once, and a thread reads it there: so a signal is heard
-during a long compilation, or while another process is waited for. Where a wait has nothing to save
-that is not saved already (see `Signals.waiting`), this thread ends the process.
+immediately writes each signal's number to a socket, which a thread reads. A signal is therefore
+noticed during a long compilation, or during a wait for another process. If everything is already
+saved during a wait (see `Signals.waiting`), this thread ends the process.
 """
 
 import contextlib
 import dataclasses
-import os
 import signal
 import socket
 import sys
@@ -16,8 +15,11 @@ import threading
 import time
 from collections.abc import Iterator
 
+from training import process
+
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# make, shells and launchers pass on what their whole group was sent: one wish, heard twice.
+# make, shells and launchers forward signals that the whole group received, so one request may
+# arrive twice.
 ECHO_SECONDS = 1.0
 _POLL_SECONDS = 0.5
 
@@ -26,8 +28,8 @@ _POLL_SECONDS = 0.5
 class Wait:
     """A wait of the main thread that a stop request may end.
 
-    what: for the line. seconds: how long it may last after the request. code: to exit with.
-    since: time.monotonic() when it began.
+    what: for the message, with what is lost. seconds: how long it may last after the request.
+    code: to exit with. since: time.monotonic() when it began.
     """
 
     what: str
@@ -37,49 +39,51 @@ class Wait:
 
 
 class Signals:
-    """Installed when made, in the main thread. Ask `stop`, or `take_profile`.
+    """Installs handlers when created, in the main thread. Poll `stop` and `take_profile`.
 
-    Until `started` is called there is nothing to save, and a request ends the process at once.
+    Until `started` is called there is nothing to save, and a request ends the process immediately.
     """
 
     def __init__(self) -> None:
-        self._wait: Wait | None = Wait("before the first step of this start", 0.0, 0)
+        self._wait: Wait | None = Wait(
+            "before the first step of this start: there is nothing more to save", 0.0, 0
+        )
         self._stop: signal.Signals | None = None
         self._told = 0.0  # time.monotonic() of it
         self._profile = threading.Event()
         self._reader, writer = socket.socketpair()
         writer.setblocking(False)
-        self._writer = writer  # kept: the interpreter holds only its number
+        self._writer = writer  # keeps it open: the interpreter holds only its descriptor
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in (*_STOP, signal.SIGUSR1):
-            # Without a Python handler the system's own action would end the process. nohup has
-            # SIGHUP ignored, and so it stays.
+            # Without a Python handler the default action would end the process. Under nohup SIGHUP
+            # is ignored, and stays ignored.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def started(self) -> None:
-        """From now on a stop request is left to the loop, which saves."""
+        """From now on the loop handles stop requests, and saves."""
         self._wait = None
 
     @contextlib.contextmanager
     def waiting(self, what: str, seconds: float) -> Iterator[None]:
-        """A wait for others, whose end is not up to this process; see `Wait`."""
-        self._wait = Wait(what, seconds, 1)
+        """A wait that this process cannot end by itself; see `Wait`."""
+        before, self._wait = self._wait, Wait(what, seconds, 1)
         try:
             yield
         finally:
-            self._wait = None
+            self._wait = before
 
     @property
     def stop(self) -> str | None:
-        """The signal's name once the process was asked to stop, else None."""
+        """The signal's name if the process was asked to stop, else None."""
         return self._stop.name if self._stop else None
 
     def take_profile(self) -> bool:
-        """Whether a profile was asked for since the last call."""
+        """Whether a profile was requested since the last call."""
         if not self._profile.is_set():
-            return False  # one that is asked for now must not be cleared
+            return False  # a request that arrives now must not be cleared
         self._profile.clear()
         return True
 
@@ -102,28 +106,21 @@ class Signals:
         if self._stop and now < self._told + ECHO_SECONDS:
             return
         if self._stop:
-            print(f"{number.name} again: ending at once", file=sys.stderr, flush=True)
-            os._exit(128 + number)
+            process.end(f"{number.name} again: ending immediately", 128 + number)
         self._stop, self._told = number, now
         self._end_wait()
         print(
             f"{number.name}: stopping after the step in flight and a checkpoint; "
-            "again to end at once",
+            "again to end immediately",
             file=sys.stderr,
             flush=True,
         )
 
     def _end_wait(self) -> None:
-        """Ends the process if it was asked to stop and waits for something for too long."""
+        """Ends the process if it was asked to stop and has waited for too long."""
         wait, stop = self._wait, self._stop
         if stop is None or wait is None:
             return
         if time.monotonic() < max(self._told, wait.since) + wait.seconds:
             return
-        print(
-            f"stopped by {stop.name} {wait.what}: there is nothing more to save; the same command "
-            "resumes from the last checkpoint, where there is one",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(wait.code)
+        process.end(f"stopped by {stop.name} {wait.what}; {process.resume_hint()}", wait.code)

@@ -10,13 +10,20 @@ from options import option
 
 @dataclasses.dataclass(frozen=True)
 class KdaOptions:
-    """Kimi Delta Attention: `kda_heads` heads of K = key_dim and V = value_dim."""
+    """Kimi Delta Attention: `kda_heads` heads of K = key_dim, `value_heads` of V = value_dim."""
 
     kda_heads: int = option(
         2,
         "KDA heads; a multiple of mesh.tensor.",
         minimum=1,
         renamed_from=("heads",),
+        on_resume="model",
+    )
+    kda_value_heads: int = option(
+        0,
+        "Value heads of KDA, each with its state and gates; a multiple of kda_heads, whose queries "
+        "and keys neighbouring value heads share. 0: kda_heads.",
+        minimum=0,
         on_resume="model",
     )
     key_dim: int = option(
@@ -28,13 +35,13 @@ class KdaOptions:
     gate_rank: int = option(
         128,
         "Inner size of the low-rank decay and output gates (Kimi Linear uses the head size); a "
-        "multiple of mesh.fsdp.",
-        minimum=1,
+        "multiple of mesh.fsdp. 0: gates of full rank, one matrix each.",
+        minimum=0,
         on_resume="model",
     )
     conv_kernel_size: int = option(
         4,
-        "Tokens that the causal convolution sees.",
+        "Tokens that the causal convolution covers.",
         unit="tokens",
         minimum=2,
         renamed_from=("conv_width", "conv_size"),
@@ -55,22 +62,34 @@ class KdaOptions:
         below=0.0,
         on_resume="model",
     )
+    negative_eigenvalues: bool = option(
+        False,
+        "beta is in (0, 2) instead of (0, 1): a token may reverse what its key's direction holds.",
+        on_resume="model",
+    )
     learned_initial_state: bool = option(
         False,
-        "Every fresh document starts from a learned state instead of zeros.",
+        "Start each document from a learned state instead of zeros.",
         renamed_from=("learned_start_state",),
         on_resume="model",
     )
     kda_implementation: str = option(
         "auto",
-        "Kernels of KDA and its convolution; auto uses what fits the device, a name runs or fails.",
+        "Implementation of KDA and its convolution. auto chooses by device; a name runs that "
+        "one or fails.",
         choices=("auto", "mosaic_tpu", "chunked", "recurrent"),
     )
     kda_state_policy: str = option(
         "remat",
-        "What KDA keeps for its gradient. remat: inputs and chunk states. save: more, and faster.",
+        "What KDA keeps for its gradient. remat: inputs and chunk states. save: more, which is "
+        "faster.",
         choices=("remat", "save"),
     )
+
+    @property
+    def value_heads(self) -> int:
+        """`kda_value_heads`, where 0 means `kda_heads`."""
+        return self.kda_value_heads or self.kda_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +116,8 @@ class AttentionOptions:
     )
     attention_memory: int = option(
         0,
-        "Tokens of keys and values carried to the next row; an attention layer sees them where its "
-        "first document continues. A multiple of mesh.context; 0: it sees the row only.",
+        "Tokens whose keys and values are carried to the next row, where its first document sees "
+        "them. A multiple of mesh.context. 0: attention sees only the current row.",
         unit="tokens",
         minimum=0,
         on_resume="state",
@@ -107,23 +126,23 @@ class AttentionOptions:
 
 @dataclasses.dataclass(frozen=True)
 class MlaOptions:
-    """Multi-head latent attention; attention_block and attention_memory hold for it, too."""
+    """Multi-head latent attention; attention_block and attention_memory apply to it, too."""
 
     mla_heads: int = option(
         2, "Heads of an MLA layer; a multiple of mesh.tensor.", minimum=1, on_resume="model"
     )
     mla_kv_rank: int = option(
         512,
-        "Size of the latent that holds a token's keys and values.",
+        "Size of the latent from which a token's keys and values are computed.",
         minimum=1,
         on_resume="model",
     )
     mla_nope_dim: int = option(
-        128, "Channels of a head's queries and its own keys.", minimum=1, on_resume="model"
+        128, "Channels of a head's queries and of its own keys.", minimum=1, on_resume="model"
     )
     mla_rope_dim: int = option(
         64,
-        "Further channels of queries, whose keys all heads share; not rotated.",
+        "Additional query channels, whose keys all heads share; not rotated.",
         minimum=1,
         on_resume="model",
     )
