@@ -44,6 +44,9 @@ _NO_LIMIT = 1 << 40
 _MADE = RECORD_SIZE - 2
 _VERSION = 2
 _WAIT_SECONDS = 1.0
+# Batches whose making several processes await before a step, so that all hear of an error in time:
+# a process votes with step N, and the vote is read after step N + 1 has been dispatched.
+LOOK_AHEAD = 2
 
 
 def make_loader(
@@ -239,6 +242,16 @@ class Loader:
             self._records[:, :_MADE] = placed.records[:, :_MADE]
         return not over
 
+    def error_ahead(self, timeout: float) -> tuple[bool, BaseException | None]:
+        """Waits, at most so many seconds, for LOOK_AHEAD batches after the last one handed out.
+
+        Returns (whether they, or their end, are there; the error that one of them will raise).
+        """
+        wanted = min(LOOK_AHEAD, self._limit() - self._batches_out) - len(self._ahead)
+        if wanted <= 0:
+            return True, None
+        return self.start().batches.error_within(wanted, timeout)
+
     def _ends_by_itself(self) -> bool:
         """Whether this host holds all rows, so that it sees when all of them have ended."""
         return len(self._rows) == self._config.global_batch_size
@@ -279,7 +292,8 @@ class Loader:
             place = _Placer(
                 self._rows, self._config.global_batch_size, self._sharding, self._flags_sharding
             )
-            self._running.append(_Running(made, place, self._config.prefetch))
+            ahead = max(self._config.prefetch, LOOK_AHEAD if jax.process_count() > 1 else 1)
+            self._running.append(_Running(made, place, ahead))
         return self._running[0]
 
     def close(self) -> None:

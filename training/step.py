@@ -4,7 +4,7 @@ Axes: W window, B row, T token, A part of the rows (accumulation).
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +40,8 @@ def make_train_step(
     Args:
         shapes: from `state_shapes`: the new state lies where the old one did.
 
-    batch: [W, B, T]; the gradient flows back through all W windows. votes: int32 [devices], each
-    process's wish to stop; metrics["stop"] is their maximum, so that all processes hear of one wish
+    batch: [W, B, T]; the gradient flows back through all W windows. votes: int32 [devices], one of
+    each process's `Votes`; metrics["stop"] is their maximum, so that all processes hear of one wish
     at the same step. metrics: float32 and int32 scalars, whole on every device, all of which are
     reported but `CONTROL`; those of layers are means over windows and parts, under the names that
     the decoder gives them.
@@ -100,11 +100,22 @@ def make_eval_step(cfg: ModelConfig, mesh: Mesh) -> Any:
     return jax.jit(eval_step, donate_argnums=1, out_shardings=(carry_shardings(cfg, mesh), whole))
 
 
-def make_votes(mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-    """This process's votes "go on" and "stop": int32 [devices], one on each of its devices.
+class Votes(NamedTuple):
+    """What this process may say with a step: int32 [devices], one on each of its devices.
 
     Each process makes its own; the step's maximum is over what every process hands in.
     """
+
+    proceed: jax.Array  # 0
+    stop: jax.Array  # 1: a signal
+    no_data: jax.Array  # NO_DATA + its number: it will have no further batch
+
+
+NO_DATA = 2
+
+
+def make_votes(mesh: Mesh) -> Votes:
+    """The votes of this process."""
     sharding = NamedSharding(mesh, PartitionSpec(MESH_AXES))
 
     def vote(wish: int) -> jax.Array:
@@ -112,7 +123,7 @@ def make_votes(mesh: Mesh) -> tuple[jax.Array, jax.Array]:
             (mesh.size,), sharding, lambda index: np.full(1, wish, np.int32)
         )
 
-    return vote(0), vote(1)
+    return Votes(vote(0), vote(1), vote(NO_DATA + jax.process_index()))
 
 
 def batch_shapes(

@@ -190,7 +190,7 @@ def test_another_runs_parameters_start_a_new_training(whole, tmp_path):
 @pytest.mark.timeout(5400)
 def test_killed_fifty_times_at_any_moment(tmp_path):
     """Faults injected: 50. Survived: 50. The parameters at the end are those of a whole run."""
-    arguments = ["--config.train.steps=2000", "--config.eval.every=0"]
+    arguments = ["--config.train.steps=1000", "--config.eval.every=0"]
     arguments += ["--config.checkpoint.every=7", "--config.log.every=1"]
     train(tmp_path / "whole", *arguments)
     chance, killed = random.Random(0), tmp_path / "killed"
@@ -205,7 +205,7 @@ def test_killed_fifty_times_at_any_moment(tmp_path):
         run.end(-signal.SIGKILL)
     train(killed, *arguments)
     assert learning(killed) == learning(tmp_path / "whole")
-    assert digests_of(killed, 2000) == digests_of(tmp_path / "whole", 2000)
+    assert digests_of(killed, 1000) == digests_of(tmp_path / "whole", 1000)
 
 
 @pytest.mark.slow

@@ -177,6 +177,57 @@ def test_told_to_stop_while_waiting_for_data(tmp_path):
     assert steps_on_disk(tmp_path)[-1] == last >= 3
 
 
+@pytest.mark.parametrize(
+    ("number", "waits"),
+    [
+        ("1", "--process_id from 0 on"),
+        pytest.param("0", "all 2 processes did not meet", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_whose_peers_never_come_is_one_line(tmp_path, number, waits):
+    """Process 1 without the coordinator; process 0, which is the coordinator, without the other."""
+    address = f"localhost:{take_port()}"
+    two = ["--config.mesh.context=2", f"--coordinator={address}", "--processes=2"]
+    began = time.monotonic()
+    done = train(tmp_path, *two, f"--process_id={number}", "--start_timeout=2", code=1)
+    assert time.monotonic() - began < 60, "JAX's own limit would be a minute and more"
+    assert done.stderr.startswith(f"error: --coordinator={address}: all 2 processes did not meet")
+    assert waits in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+# Storage that hangs from step 4 on: before anything of the step is written, or in the background.
+HUNG_SAVE = """
+import os, time
+os.environ["JAX_PLATFORMS"] = "cpu"
+from checkpoints.store import Store
+save = Store.save
+def hung(store, step, *rest):
+    if step == 4:
+        print("hangs", flush=True)
+        Store.{place} = lambda *_: time.sleep(900)
+    (Store if step == 4 else type("", (), {{"save": save}})).save(store, step, *rest)
+Store.save = hung
+"""
+
+
+@pytest.mark.parametrize("place", ["save", pytest.param("wait", marks=pytest.mark.slow)])
+def test_told_to_stop_while_a_save_hangs(tmp_path, place):
+    hang = HUNG_SAVE.format(place=place)
+    if place == "wait":
+        hang = hang.replace("(Store if step == 4 else", "(Store if False else")
+    arguments = ["--config.checkpoint.every=2", "--config.eval.every=0"]
+    run = Running(tmp_path, *arguments, first=hang)
+    run.until("hangs")
+    run.signal(signal.SIGTERM)
+    began = time.monotonic()
+    text = run.end(1)
+    assert time.monotonic() - began < 60, "8 s after the request, on a busy machine"
+    last = text.splitlines()[-1]
+    assert last.startswith("stopped by SIGTERM while a checkpoint was being saved, which is given")
+    assert "resumes from step 2" in last and "step 4 is saved" not in text
+    assert 2 in steps_on_disk(tmp_path)
+
+
 def test_told_to_stop_twice_ends_at_once(tmp_path):
     """In an evaluation of half of all text, which takes many minutes."""
     run = Running(
