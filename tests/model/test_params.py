@@ -1,4 +1,4 @@
-"""The table of parameters: initial values, shardings and masks that cover every one."""
+"""The table of parameters: initial values, shardings and masks for every parameter."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""One run a folder, and the names of runs."""
+"""One run per folder, and the names of runs."""
 
 import fcntl
 

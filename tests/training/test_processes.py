@@ -41,7 +41,7 @@ def start(workdir, *arguments: str) -> list[Running]:
 
 @pytest.mark.slow
 def test_two_processes_are_one_run(tmp_path):
-    """Losses, validation, one set of reports and one checkpoint, which one process resumes from."""
+    """Losses, validation, one set of reports and one checkpoint, from which one process resumes."""
     both = start(tmp_path / "two", "--config.train.steps=12")
     texts = [run.end(0) for run in both]
     assert "step 12/12" in texts[0] and not texts[1], "only the first one reports"
@@ -171,7 +171,7 @@ def test_evaluation_data_that_fail_in_one_process_end_both(tmp_path):
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
 def test_one_of_two_killed_while_they_save_nothing_is_lost(tmp_path):
-    """Ten kills of one process or the other, nearly always in a save, since each step is saved."""
+    """Ten kills of either process, nearly always during a save, since each step is saved."""
     arguments = ["--config.train.steps=60", "--config.checkpoint.every=1", "--config.eval.every=0"]
     for run in start(tmp_path / "whole", *arguments):
         run.end(0)
@@ -189,7 +189,7 @@ def test_one_of_two_killed_while_they_save_nothing_is_lost(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_save_to_a_bucket(gcs, bucket, tmp_path):
-    """One of them is killed while they save; then both go on to the end."""
+    """One of them is killed while they save; then both continue to the end."""
     place = f"gs://{bucket}/run"
     arguments = ["--config.train.steps=12", "--config.checkpoint.every=3"]
     for run in start(tmp_path / "local", *arguments):

@@ -1,4 +1,4 @@
-"""Signals, but for what only whole runs show: test_train.py."""
+"""Signals, except for what needs whole runs: see test_train.py."""
 
 import signal
 import threading

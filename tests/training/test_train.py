@@ -1,4 +1,4 @@
-"""Whole runs of train.py: what a user sees, what is left on disk, and how a run ends."""
+"""Whole runs of train.py: what a user sees, what is on disk, and how a run ends."""
 
 import ctypes
 import os
@@ -18,7 +18,7 @@ from training.signals import ECHO_SECONDS
 
 pytestmark = pytest.mark.timeout(1200)  # each run has its own limit
 
-# Logged where there is a peak to compare with, a device that reports its memory, or the option.
+# Logged only if the peak is known, the device reports its memory, or the option is set.
 SELDOM = {"perf/mfu", "memory/peak_bytes_per_device", "learning/z_loss"}
 NAMES = {name for name in DESCRIPTIONS if not name.startswith("eval/")} - SELDOM
 
@@ -51,8 +51,8 @@ def test_every_name_is_reported_at_every_step(whole):
 
 
 def test_speed_is_that_of_completed_steps(whole):
-    """Tokens a second and step time tell of the same steps; compilation is in neither. That no time
-    of training is left out: test_loop.py, where clocks can be trusted."""
+    """Tokens per second and step time are of the same steps, without compilation. test_loop.py has
+    reliable clocks and tests that no training time is omitted."""
     for values in reports(whole[0]).values():
         tokens = values["perf/tokens_per_second"] * values["perf/step_time_seconds"]
         assert tokens == pytest.approx(2 * 128, rel=1e-6)
@@ -84,7 +84,7 @@ def test_the_same_command_again_has_nothing_to_do(whole):
 
 
 def test_every_last_step_is_saved(tmp_path):
-    """Step 7 of 7 with a period of 5 is on disk, and so is what it reported."""
+    """Step 7 of 7 with an interval of 5 is on disk, and so are its reported values."""
     train(tmp_path, "--config.train.steps=7", "--config.checkpoint.every=5")
     assert steps_on_disk(tmp_path) == [5, 7] and list(reports(tmp_path)) == list(range(1, 8))
 
@@ -229,7 +229,7 @@ def test_told_to_stop_while_a_save_hangs(tmp_path, place):
 
 
 def test_told_to_stop_twice_ends_at_once(tmp_path):
-    """In an evaluation of half of all text, which takes many minutes."""
+    """During an evaluation of half of all text, which takes many minutes."""
     run = Running(
         tmp_path,
         "--config.eval.every=2",
@@ -267,14 +267,14 @@ def test_a_profile_is_written_by_option_and_on_a_signal(tmp_path):
 
 
 def traced_steps(trace) -> list[int]:
-    """The steps that a trace names."""
+    """The steps named in a trace."""
     planes = jax.profiler.ProfileData.from_file(str(trace)).planes
     events = [event for plane in planes for line in plane.lines for event in line.events]
     return sorted(dict(event.stats)["step_num"] for event in events if event.name == "train")
 
 
 def small_files():
-    """No file of this process may grow beyond 64 KiB: what a full disk does to a save."""
+    """Limits files of the process to 64 KiB, which affects a save as a full disk does."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 
 
@@ -327,7 +327,7 @@ def test_too_little_memory_is_one_line(tmp_path):
 
 
 def minding_permissions():
-    """Root may write anywhere: takes that right (CAP_DAC_OVERRIDE) from what it starts."""
+    """Root may write anywhere: drops that capability (CAP_DAC_OVERRIDE) for child processes."""
     PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1  # linux/prctl.h, linux/capability.h
     if os.getuid() == 0 and ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0):
         raise OSError("cannot drop the capability")
