@@ -35,10 +35,11 @@ HYBRID = dataclasses.replace(
 )
 EXPERTS = dataclasses.replace(
     HYBRID,
-    ffn="swiglu" + 4 * ", experts",
+    pattern="kda, mla",
+    ffn="swiglu, experts",
     num_experts=6,
     experts_per_token=3,
-    expert_d_ff=14,
+    expert_d_ff=12,
     shared_experts=2,
     router_scale=1.7,
 )
