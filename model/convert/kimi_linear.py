@@ -53,7 +53,10 @@ _FFNS = {"dense": "swiglu", "sparse": "experts"}  # of mlp_layer_types
 def _config(cfg: ModelConfig) -> Json:
     mixers, ffns = zip(*cfg.layer_names, strict=True)
     if "kda" in mixers:
-        check_kda("kimi_linear", cfg, ("key_dim", "value_dim", "gate_rank"))
+        check_kda(
+            "kimi_linear", cfg, ("key_dim", "value_dim", "gate_rank"), decay_gate="softplus",
+            value_heads=cfg.kda_heads, negative_eigenvalues=False,
+        )  # fmt: skip
     numbers = {name: [i + 1 for i, m in enumerate(mixers) if m == name] for name in ("kda", "mla")}
     return {
         "architectures": ["KimiLinearForCausalLM"],
