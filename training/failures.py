@@ -63,7 +63,7 @@ def _of_xla(error: Exception) -> RunError | None:
     if jax.process_count() > 1:
         peers.wait_for_cause()
         return RunError(
-            f"process {jax.process_index()}: a step failed, as it does when another process has "
+            f"process {jax.process_index()}: a step failed, probably because another process has "
             f"died ({line}); {process.resume_hint()}"
         )
     return None

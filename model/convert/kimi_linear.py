@@ -38,7 +38,10 @@ _KINDS = {"linear_attention": "kda", "full_attention": "mla"}  # of layer_types
 def _config(cfg: ModelConfig) -> Json:
     mixers = [cfg.mixers[position] for position, _ in cfg.places]
     if "kda" in mixers:
-        check_kda("kimi_linear", cfg, ("key_dim", "value_dim", "gate_rank"))
+        check_kda(
+            "kimi_linear", cfg, ("key_dim", "value_dim", "gate_rank"), decay_gate="softplus",
+            value_heads=cfg.kda_heads, negative_eigenvalues=False,
+        )  # fmt: skip
     numbers = {name: [i + 1 for i, m in enumerate(mixers) if m == name] for name in ("kda", "mla")}
     return {
         "architectures": ["KimiLinearForCausalLM"],

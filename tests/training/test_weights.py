@@ -30,14 +30,19 @@ HYBRID = dataclasses.replace(
 )
 REPEATED = dataclasses.replace(HYBRID, pattern="kda, mla", num_repeats=2)
 TALL = dataclasses.replace(KDA, gate_rank=16, tie_embeddings=True)  # V 16, K 8: fla's alone
+# What flash-linear-attention's KDA has beyond Kimi Linear's: grouped values, beta up to 2, a bound.
+WIDER = dataclasses.replace(
+    TALL, kda_value_heads=4, negative_eigenvalues=True, decay_gate="bounded", gate_lower_bound=-2.0
+)
 SHARED_OPTIONS = (
     "d_model", "d_ff", "kda_heads", "key_dim", "value_dim", "gate_rank", "vocab_size",
-    "tie_embeddings", "norm_eps", "conv_kernel_size",
+    "tie_embeddings", "norm_eps", "conv_kernel_size", "value_heads", "negative_eigenvalues",
+    "decay_gate", "gate_lower_bound",
 )  # fmt: skip
 MLA_OPTIONS = tuple(name for name in ModelConfig.__dataclass_fields__ if name.startswith("mla_"))
 SPECIAL = SpecialTokens(bos_id=59, eos_id=60)
 CASES = [("kimi_linear", cfg) for cfg in (SQUARE, HYBRID, REPEATED)]
-CASES += [("kda", SQUARE), ("kda", TALL)]
+CASES += [("kda", SQUARE), ("kda", TALL), ("kda", WIDER)]
 
 
 def write(folder, kind="kimi_linear", cfg=SQUARE, dtype=np.float32, mesh=None):
@@ -116,7 +121,10 @@ def test_special_tokens_are_written(tmp_path):
     ("change", "text"),
     [
         ({"decay_gate": "bounded"}, "no config.model.decay_gate='bounded'"),
-        ({"learned_initial_state": True}, "no learned initial state"),
+        ({"learned_initial_state": True}, "no config.model.learned_initial_state=True"),
+        ({"kda_value_heads": 4}, "no config.model.value_heads=4; only 2"),
+        ({"negative_eigenvalues": True}, "no config.model.negative_eigenvalues=True"),
+        ({"gate_rank": 0}, "has one head size; .* gate_rank=0"),
         ({"value_dim": 16}, "one head size; config.model has key_dim=8, value_dim=16"),
         ({"pattern": MIXED.pattern}, "no layer like 'attention'"),
     ],
@@ -177,8 +185,8 @@ def test_a_bias_that_we_lack_must_be_zero(tmp_path):
         ("mla", {"mla_use_nope": False}, "mla_use_nope=False; only True"),
         ("mla", {"attention_bias": True}, "attention_bias=True; only False"),
         ("kda", {"attn": {"layers": [1]}}, "config.json has attn"),
-        ("kda", {"num_v_heads": 4}, "num_v_heads=4"),
-        ("kda", {"allow_neg_eigval": True}, "allow_neg_eigval=True"),
+        ("kda", {"num_v_heads": 3}, "kda_value_heads=3: needs 0 or a multiple"),
+        ("kda", {"use_short_conv": False}, "use_short_conv=False; only True"),
     ],
 )
 def test_a_config_of_another_model_is_one_line(tmp_path, kind, change, text):
