@@ -80,7 +80,7 @@ def _load(
     folder: str, config: ConfigDict, model: ModelConfig, mesh: Mesh, loader: Loader, log: Log
 ) -> object:
     if is_folder_of_weights(folder):
-        params, theirs = read_folder(folder, mesh)
+        params, theirs = read_folder(folder, mesh, like=model)
         log(f"parameters from {folder}")
     else:
         loaded = load_params(folder, mesh, log, damaged=config.checkpoint.damaged)
