@@ -28,7 +28,7 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator[Batch]: ...
 
     def ready(self, timeout: float) -> bool:
-        """Waits up to `timeout` seconds for the next batch or the end; returns whether it is there."""
+        """Waits up to `timeout` seconds for the next batch or the end; returns whether it came."""
 
 
 class Evaluator:
