@@ -80,7 +80,7 @@ class TrainLoop:
     """The state and everything that a step needs, is measured by, or is reported to.
 
     Attributes:
-        ready: waits at most so many seconds for the next batch; whether it, or the end, is there.
+        ready: waits up to the given seconds for the next batch; whether it, or the end, is there.
         error_ahead: see `Loader.error_ahead`; asked where there are several processes.
         more: whether `batches` has another one. progress: values to log of what was read.
         evaluate: see `Evaluator.__call__`.
@@ -272,8 +272,9 @@ class TrainLoop:
         if not in_flight.reported:
             self._wait(in_flight)
             learning = self.meter.report() | in_flight.data
-            self.writers.write(in_flight.step, learning | values | self.goodput.metrics())
-            self.goodput.write()
+            with self.signals.waiting("while reports were being written", PATIENCE_SECONDS):
+                self.writers.write(in_flight.step, learning | values | self.goodput.metrics())
+                self.goodput.write()
             in_flight.reported = True
 
     def _evaluate(self, step: int, stops: int) -> dict[str, float]:

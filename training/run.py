@@ -29,7 +29,7 @@ from training.state import TrainState, flatten
 from training.step import Votes, batch_shapes, make_train_step, make_votes
 
 SAVE_SECONDS = PATIENCE_SECONDS
-SLOWEST_SAVE = 20e6  # bytes a second
+SLOWEST_SAVE = 20e6  # bytes per second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +104,10 @@ def _restore_and_train(
         else:
             log(
                 f"step {start} of config.train.steps={steps} is done: nothing to train; try more "
-                "steps, or another --workdir to start anew"
+                "steps, or another --workdir to start a new run"
             )
-        manager.close()
+        with saving(parts, signals):
+            manager.close()
     except Exception as error:
         # An earlier step's save may be under way. Where another process has died it cannot end.
         if isinstance(error, NonFiniteError) or jax.process_count() == 1:
