@@ -79,7 +79,7 @@ def trained_model(config, carry: bool, signals: Signals) -> Trained:
         state = init_state(
             parts.model,
             parts.mesh,
-            parts.optimizer,
+            parts.make_optimizer(parts.tunables),
             data.global_batch_size,
             options.spike_window,
             options.seed,
@@ -98,7 +98,7 @@ def trained_model(config, carry: bool, signals: Signals) -> Trained:
         }.items()
     }
     parts.loader.close()
-    peak = compiled_peak_bytes(job.step)
+    peak = compiled_peak_bytes(job.step.compiled)
     return Trained(job, batch, bits, peak, carried)
 
 

@@ -81,7 +81,7 @@ def measure(config, workdir: str, signals: Signals) -> list[tuple[str, str]]:
     state = init_state(
         parts.model,
         parts.mesh,
-        parts.optimizer,
+        parts.make_optimizer(parts.tunables),
         data.global_batch_size,
         config.train.spike_window,
         0,
@@ -139,7 +139,7 @@ def loop_steps(job, turn: int):
 
     reports = []
     job.start = turn * STEPS
-    job.plan = dataclasses.replace(job.plan, steps=job.start + STEPS)
+    job.cadence = dataclasses.replace(job.cadence, steps=job.start + STEPS)
     write = type(job.writers).write
 
     def keep(step, values):

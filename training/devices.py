@@ -144,7 +144,7 @@ def make_mesh(mesh: Any) -> Any:
     """The mesh of config.mesh over all devices of all processes.
 
     Raises:
-        UserError: it needs more or fewer devices than there are.
+        UserError: it needs more or fewer devices than there are, or context would cross slices.
     """
     import jax
 
@@ -156,9 +156,9 @@ def make_mesh(mesh: Any) -> Any:
             f"{needed} devices; there are {found} ({jax.devices()[0].device_kind}); "
             f"try {_fitting_mesh(axes, found)}"
         )
-    names = ("data", "fsdp", "context", "tensor")
-    types = (jax.sharding.AxisType.Auto,) * len(names)
-    return jax.make_mesh(tuple(axes[name] for name in names), names, axis_types=types)
+    from training.mesh import arrange  # imports JAX
+
+    return arrange(axes, jax.devices())
 
 
 def _fitting_mesh(axes: dict[str, int], devices: int) -> str:
