@@ -18,8 +18,18 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--workdir", required=True, help="folder of a run, or of its checkpoints (also gs://)")
     add("--out", required=True, help="folder to write; it must be empty or not exist")
-    add("--format", default="kimi_linear", choices=("kimi_linear", "kda"))
-    add("--dtype", default="float32", choices=("float32", "bfloat16"))
+    add(
+        "--format",
+        default="kimi_linear",
+        choices=("kimi_linear", "kda"),
+        help="layout of the folder (default kimi_linear)",
+    )
+    add(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="type of the parameters in the folder (default float32)",
+    )
     return parser
 
 

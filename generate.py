@@ -17,19 +17,35 @@ def make_parser() -> argparse.ArgumentParser:
     parser = entry.parser(__doc__)
     entry.add_model_source(parser)
     add = parser.add_argument
-    add("--prompt", action="append", help="text to continue; several are continued as a batch")
+    add("--prompt", action="append", help="text to continue; may be given several times")
     add("--prompt_file", help="file whose text is continued")
     add("--max_tokens", type=int, default=256, help="tokens to generate, >= 1 (default 256)")
-    add("--temperature", type=float, default=1.0, help="0: the most likely token (default 1)")
-    add("--top_k", type=int, default=0, help="sample from the k most likely tokens; 0: from all")
-    add("--top_p", type=float, default=1.0, help="sample from this probability mass (default 1)")
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="divides the logits, >= 0; 0: always take the most likely token (default 1)",
+    )
+    add(
+        "--top_k",
+        type=int,
+        default=0,
+        help="sample from the k most likely tokens, >= 0; 0: from all (default 0)",
+    )
+    add(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="sample from the most likely tokens with this total probability, > 0 and <= 1 "
+        "(default 1)",
+    )
     add(
         "--attention_memory",
         type=int,
         default=4096,
         help="tokens before a new one that attention layers, if any, can see (default 4096)",
     )
-    add("--seed", type=int, default=0, help="seed of the samples, >= 0 (default 0)")
+    add("--seed", type=int, default=0, help="seed for sampling, >= 0 (default 0)")
     return parser
 
 

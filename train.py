@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         config, flags = command_line.parse(argv)
         check.check(config)
         if flags.plan:
-            return command.run(config, flags.plan, flags.plan_json)
+            return command.run(config, flags.plan, flags.plan_json, flags.plan_factors)
         start_jax(config, flags)
         train(config, flags, signals)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Text about all options: for --help, and docs/configuration.md (python -m configs.document)."""
+"""Documentation of all options, for --help and for docs/configuration.md."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ def help_text() -> str:
     """Every option with default, unit and constraint, a few lines each."""
     lines = []
     for name, field, metadata in base.all_options():
-        lines.append(f"  --config.{name}={field.default!s}{_facts(metadata)}")
+        lines.append(f"  --config.{name}={_default(field)}{_facts(metadata)}")
         lines.append(f"      {metadata.help}")
     return "\n".join(lines)
 
@@ -37,10 +37,13 @@ def markdown() -> str:
 
 
 def _row(name: str, field: dataclasses.Field, metadata: Option) -> str:
-    default = '""' if field.default == "" else str(field.default)
     unit = f" {metadata.unit}" if metadata.unit else ""
-    cells = (f"`{name}`", f"`{default}`{unit}", metadata.constraint(), metadata.help)
+    cells = (f"`{name}`", f"`{_default(field)}`{unit}", metadata.constraint(), metadata.help)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(field: dataclasses.Field) -> str:
+    return '""' if field.default == "" else str(field.default)
 
 
 def _facts(metadata: Option) -> str:

@@ -61,12 +61,19 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "plan_json", "", "File to which --plan also writes its figures.", flag_values=_FLAGS
 )
+flags.DEFINE_string(
+    "plan_factors",
+    "",
+    "File of speeds that --plan uses, as `make tpu-check` writes it. Default: "
+    "~/.config/kda-trainer/tpu_factors.json, where there is one; none: the built-in speeds.",
+    flag_values=_FLAGS,
+)
 flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=_FLAGS)
 # Options that are paths, except those of data, which the document source expands itself.
 PATHS = (("checkpoint", "directory"), ("data", "tokenizer"), ("train", "compilation_cache"))
 _OWN = (
     *("config", "workdir", "init_from", "eval_only", "eval_json", "plan", "plan_json"),
-    *("coordinator", "processes", "process_id", "help"),
+    *("plan_factors", "coordinator", "processes", "process_id", "help"),
 )
 
 

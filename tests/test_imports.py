@@ -33,6 +33,7 @@ MORE = {
     "training/generate.py": {"data"},
     "training/export.py": {"data"},
     "training/estimate/": TIES,
+    "training/tpu_check/": {"configs", "kernels"},
 }
 # The kinds of errors and the declaration of options: they import the standard library only.
 EVERYWHERE = {"errors", "options"}

@@ -7,12 +7,15 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from kernels.accuracy import KDA_BOUNDS_FLOAT32
+from kernels.cases import error, ids_of
 from kernels.kda import kda, kda_on_rank
+from kernels.kda.cases import TOKENS, make_case, oracle
 from kernels.kda.chunked import layout
 from kernels.segments import plan_segments
 from tests.compiling import fast_jit, interpreted
-from tests.kernels.kda_cases import TOKENS, check, error, ids_of, make_case, oracle, run
-from tests.tolerances import KDA_BOUNDS_FLOAT32, KDA_BOUNDS_ROUNDED, KDA_SAME_ORDER
+from tests.kernels.kda_cases import check, run
+from tests.tolerances import KDA_BOUNDS_ROUNDED, KDA_SAME_ORDER
 
 # 272 tokens: pieces of 136, 68 and 34 on 2, 4 and 8 ranks, none a multiple of 64.
 LENGTH = 272

@@ -8,18 +8,14 @@ case covers several features at once.
 import numpy as np
 import pytest
 
+from kernels.accuracy import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32
+from kernels.cases import ids_of
+from kernels.kda.cases import TOKENS, make_case, oracle, with_narrow_decay
 from kernels.kda.tpu import backward_kernel
 from tests.compiling import interpreted
 from tests.kernels import kda_cases
-from tests.kernels.kda_cases import (
-    TOKENS,
-    check,
-    ids_of,
-    make_case,
-    oracle,
-    with_narrow_decay,
-)  # fmt: skip
-from tests.tolerances import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32, KDA_BOUNDS_NEAR_KEYS
+from tests.kernels.kda_cases import check
+from tests.tolerances import KDA_BOUNDS_NEAR_KEYS
 
 SLOW_BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.slow)
 BOUNDS = {"float32": KDA_BOUNDS_FLOAT32, "bfloat16": KDA_BOUNDS_BFLOAT16}

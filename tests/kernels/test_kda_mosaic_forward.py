@@ -8,10 +8,13 @@ heads come in pairs, odd numbers and alone. Gradients are test_kda_mosaic_backwa
 import numpy as np
 import pytest
 
+from kernels.accuracy import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32
+from kernels.cases import ids_of
+from kernels.kda.cases import make_case, oracle, with_narrow_decay
 from tests.compiling import interpreted
 from tests.kernels import kda_cases
-from tests.kernels.kda_cases import check, ids_of, make_case, oracle, with_narrow_decay
-from tests.tolerances import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32, KDA_BOUNDS_NEAR_KEYS
+from tests.kernels.kda_cases import check
+from tests.tolerances import KDA_BOUNDS_NEAR_KEYS
 
 BOUNDS = {"float32": KDA_BOUNDS_FLOAT32, "bfloat16": KDA_BOUNDS_BFLOAT16}
 FULL = {"keys": 128, "values": 128}

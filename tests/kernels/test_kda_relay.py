@@ -15,19 +15,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from kernels.accuracy import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32
+from kernels.cases import ids_of
+from kernels.kda.cases import make_case, oracle, same_bits, with_narrow_decay
 from kernels.kda.tpu.relay import RankLine, Relay, coordinates, rank_line, relay_scratch
 from tests.compiling import interpreted
 from tests.kernels import kda_cases
-from tests.kernels.kda_cases import (
-    check,
-    ids_of,
-    make_case,
-    oracle,
-    same_bits,
-    with_narrow_decay,
-)  # fmt: skip
+from tests.kernels.kda_cases import check
 from tests.kernels.test_kda_mosaic_forward import PACKINGS
-from tests.tolerances import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32
 
 
 def run(case, ranks=1, **options):
