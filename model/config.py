@@ -7,6 +7,7 @@ import dataclasses
 import math
 
 import options
+from model import remat
 from model.mixers.options import AttentionOptions, KdaOptions, MlaOptions
 from options import option, wrong
 
@@ -77,9 +78,8 @@ class ModelConfig(MlaOptions, KdaOptions, AttentionOptions):
     )
     remat: str = option(
         "full",
-        "What a layer keeps for its gradient. none: everything. dots: matrix products. full: the "
-        "layer's input alone.",
-        choices=("none", "dots", "full"),
+        f"What a layer keeps for its gradient. {remat.describe()}",
+        choices=tuple(remat.POLICIES),
     )
     scan_layers: bool = option(True, "Compile one repeat instead of all of them.")
     loss_chunk: int = option(

@@ -7,6 +7,7 @@ Axes: B row, T token, D residual width, R repeat of the layer pattern.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,14 @@ from model.mixers.protocol import Metrics, Mixer, RowPlan
 from model.mixers.registry import mixers_of
 from model.params import block_specs, copies, param_specs, spread_params, use_matrices
 
+_RUN: dict[
+    str, Callable[..., tuple[jax.Array, tuple[Tree, Tree]]]
+] = {  # by the names of model/remat.py
+    "none": run_layers,
+    "dots": run_layers,
+    "full": run_layers_recomputed,
+    "offload": functools.partial(run_layers_recomputed, to_host=True),
+}
 _TOKEN_AXIS = {FSDP: 0, CONTEXT: 1}  # which axis of [B, T] a mesh axis cuts
 
 
@@ -136,7 +145,7 @@ def _run_blocks(
         _checkpointed(cfg, _layer(cfg, mixer, ffn, spec, mesh))
         for mixer, ffn, spec in zip(mixers, feed_forwards_of(cfg), specs, strict=True)
     ]
-    run = run_layers_recomputed if cfg.remat == "full" else run_layers
+    run = _RUN[cfg.remat]
     kept = tuple(mixer.carry_specs(cfg) for mixer in mixers)
     begins = jax.tree.map(
         lambda x, spec: x if _is_divided(spec) else copies(x, (CONTEXT,), spec, mesh), carry, kept

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from data.loader import Loader, make_loader
 from data.options import DataConfig
 from errors import UserError
-from model.checks import check_mesh
+from model.checks import check_host_memory, check_mesh
 from model.config import ModelConfig
 from model.mixers.registry import reads_positions
 from model.params import param_count
@@ -59,6 +59,7 @@ def build(config: ConfigDict, workdir: str) -> Parts:
     validation = load(split="eval", max_batches=config.eval.batches)
     model = model_config(config, loader.tokenizer.vocab_size)
     check_mesh(model, mesh.shape)
+    check_host_memory(model, mesh)
     options = options_of(config.optimizer, train.steps)
     tunables = tunables_of(options, train.z_loss)
     make = functools.partial(make_optimizer, options, model, mesh)

@@ -1,6 +1,11 @@
 """Meshes over absent topologies: neighbours inside a slice, and which axes may cross slices."""
 
 import itertools
+import os
+
+os.environ.update(
+    TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost", ALLOW_MULTIPLE_LIBTPU_LOAD="1"
+)
 
 import jax
 import pytest

@@ -102,7 +102,7 @@ def abstract_step(devices: Any, config: ConfigDict, vocabulary: int) -> tuple[An
     import numpy as np
 
     from model.axes import MESH_AXES
-    from model.checks import check_mesh
+    from model.checks import check_host_memory, check_mesh
     from model.config import ModelConfig
     from model.mixers.registry import reads_positions
     from training.mesh import arrange
@@ -116,6 +116,7 @@ def abstract_step(devices: Any, config: ConfigDict, vocabulary: int) -> tuple[An
     model = ModelConfig(**{**config.model, "vocab_size": vocabulary})
     data, train = config.data, config.train
     check_mesh(model, mesh.shape)
+    check_host_memory(model, mesh)
     options = options_of(config.optimizer, train.steps)
     tunables = jax.eval_shape(functools.partial(tunables_of, options, train.z_loss))
     make = functools.partial(make_optimizer, options, model, mesh)
