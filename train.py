@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from configs import check
 from configs import flags as command_line
-from training import agree, devices, failures, process
+from training import agree, devices, failures, peers, process
 from training.estimate import command
 from training.signals import Signals
 
@@ -38,7 +38,9 @@ def main(argv: list[str]) -> int:
 
 def start_jax(config: ConfigDict, flags: absl_flags.FlagValues) -> None:
     """Chooses devices, before JAX is imported; see training/devices.py."""
-    processes = devices.Processes(flags.coordinator, flags.processes, flags.process_id)
+    processes = devices.Processes(
+        flags.coordinator, flags.processes, flags.process_id, flags.start_timeout
+    )
     values = agree.values_of(config, flags.init_from)
     needed, cache = math.prod(config.mesh.values()), config.train.compilation_cache
     devices.start_jax(needed, cache, processes, values)
@@ -59,11 +61,13 @@ def train(config: ConfigDict, flags: absl_flags.FlagValues, signals: Signals) ->
 def fail(error: Exception) -> int:
     """Prints one line if the cause is known, else the traceback; returns the exit code."""
     known = failures.explain(error)
+    process.claim_last_line()
     if known is None:
         traceback.print_exception(error)
-        return 1
-    print("error: " + " ".join(str(known).split()), file=sys.stderr, flush=True)
-    return known.exit_code
+    else:
+        print("error: " + " ".join(str(known).split()), file=sys.stderr, flush=True)
+    peers.let_others_print()
+    return known.exit_code if known else 1
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ class Manager:
             arrays, which has checksums, and the sizes of the files that the index refers to.
             "digests": every array as well, up to 256 MiB per device at a time.
         owner: names this run in the lease of a folder in a bucket; see Lease.
+        on_whole: called with each step that was restored, or saved and read back.
     """
 
     def __init__(
@@ -78,9 +79,11 @@ class Manager:
         *,
         verify: str = "sizes",
         owner: str = "",
+        on_whole: Callable[[int], None] = lambda step: None,
     ):
         self.directory = folder.find(directory)
         self._log, self._verify, self._retention = log, verify, retention
+        self._on_whole = on_whole
         self._saving: int | None = None
         self._shapes: Shapes = {}  # of the save in progress
         self._scores: dict[int, float | None] = {}  # of steps whose record has been read
@@ -153,6 +156,7 @@ class Manager:
             return
         step, self._saving = self._saving, None
         self._read_back(step)
+        self._on_whole(step)
         self._remove_old()
 
     def restore_latest(self, target: Target, damaged: str) -> Restored | None:
@@ -193,7 +197,9 @@ class Manager:
         wanted = target(record["metadata"])
         compare_trees(self._store.place(step), record["tree"], describe(wanted))
         self._store.verify(step, record)
-        return Restored(step, self._store.read(step, record, wanted), record["metadata"])
+        arrays = self._store.read(step, record, wanted)
+        self._on_whole(step)
+        return Restored(step, arrays, record["metadata"])
 
     def move_broken(self, newest_whole: int) -> None:
         """Moves steps newer than the restored one to `broken`, so that they can be saved again."""

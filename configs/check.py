@@ -76,12 +76,12 @@ def _check_rows(config: ConfigDict) -> None:
             f"a multiple of config.mesh.context ({mesh.context})",
             _multiples(length, mesh.context),
         )
-    ranks = mesh.data * mesh.fsdp
+    ranks = mesh.data * mesh.fsdp * mesh.expert
     if rows % ranks:
         raise _wrong(
             config,
             "data.global_batch_size",
-            f"a multiple of config.mesh.data * config.mesh.fsdp ({ranks})",
+            f"a multiple of config.mesh.data * fsdp * expert ({ranks})",
             _multiples(rows, ranks),
         )
     if rows % (ranks * config.train.grad_accum_steps):

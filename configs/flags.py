@@ -51,6 +51,13 @@ flags.DEFINE_string(
 )
 flags.DEFINE_integer("processes", 0, "Number of processes; 0: detected by JAX.", flag_values=_FLAGS)
 flags.DEFINE_integer("process_id", -1, "This process's number, from 0.", flag_values=_FLAGS)
+flags.DEFINE_integer(
+    "start_timeout",
+    60,
+    "Seconds that processes which train together wait for each other when they start.",
+    lower_bound=1,
+    flag_values=_FLAGS,
+)
 flags.DEFINE_string(
     "plan",
     "",
@@ -73,7 +80,7 @@ flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=
 PATHS = (("checkpoint", "directory"), ("data", "tokenizer"), ("train", "compilation_cache"))
 _OWN = (
     *("config", "workdir", "init_from", "eval_only", "eval_json", "plan", "plan_json"),
-    *("plan_factors", "coordinator", "processes", "process_id", "help"),
+    *("plan_factors", "coordinator", "processes", "process_id", "start_timeout", "help"),
 )
 
 

@@ -30,8 +30,9 @@ _SUFFIXES = {"jsonl": ".jsonl", "parquet": ".parquet", "array_record": ".array_r
 class DocumentSource:
     """The documents of one split: a reader and the numbers of the records that belong to it."""
 
-    def __init__(self, reader: Reader, records: np.ndarray, described: str):
+    def __init__(self, reader: Reader, records: np.ndarray, option: str, described: str):
         self._reader = reader
+        self._option = f"config.data.{option}"
         self._records = records
         self.described = described
         self.sizes = reader.sizes[records]
@@ -54,7 +55,7 @@ class DocumentSource:
             if "Too many open files" in reason:
                 reason += "; raise the limit that ulimit -n shows"
             raise DataError(
-                f"config.data.path: document {record} of {self.described} can no longer be read "
+                f"{self._option}: document {record} of {self.described} can no longer be read "
                 f"({reason})"
             ) from error
 
@@ -73,7 +74,7 @@ def open_source(config: DataConfig, split: str) -> DocumentSource:
     records = np.arange(len(reader))
     if not config.eval_path:
         records = _split(reader, config, split)
-    source = DocumentSource(reader, records, path or "the standard library")
+    source = DocumentSource(reader, records, option, path or "the standard library")
     # Sizes may be those of lines or records. Training detects a lack of text while it reads, but an
     # evaluation without text would report a loss of 0.
     empty = split == "eval" and not any(len(source[i].text) for i in range(len(source)))

@@ -6,6 +6,7 @@ context axis crosses processes) read the same documents, and each places its own
 
 import hashlib
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
@@ -35,7 +36,7 @@ from data.tokenizer import Tokenizer, make_tokenizer
 from data.totals import broken_warning, sum_counts, summary
 from errors import UserError
 
-ROWS = ("data", "fsdp")
+ROWS = ("data", "fsdp", "expert")  # mesh axes
 # Evaluation does not shuffle documents, but a seed still breaks ties between streams.
 _EVAL_SEED = 0
 _NO_LIMIT = 1 << 40
@@ -43,6 +44,9 @@ _NO_LIMIT = 1 << 40
 _MADE = RECORD_SIZE - 2
 _VERSION = 2
 _WAIT_SECONDS = 1.0
+# Batches whose making several processes await before a step, so that all hear of an error in time:
+# a process votes with step N, and the vote is read after step N + 1 has been dispatched.
+LOOK_AHEAD = 2
 
 
 def make_loader(
@@ -95,9 +99,9 @@ def make_loader(
 
 
 def _check_mesh(config: DataConfig, mesh: Mesh) -> None:
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = math.prod(mesh.shape[axis] for axis in ROWS)
     for name, given, parts, axes in (
-        ("global_batch_size", config.global_batch_size, shards, "mesh.data * mesh.fsdp"),
+        ("global_batch_size", config.global_batch_size, shards, "mesh.data * fsdp * expert"),
         ("sequence_length", config.sequence_length, mesh.shape["context"], "mesh.context"),
     ):
         if given % parts:
@@ -117,7 +121,7 @@ def _check_documents(config: DataConfig, source: DocumentSource, mesh: Mesh) -> 
     found = int(np.count_nonzero(source.sizes))
     if config.epochs or found >= config.global_batch_size:
         return
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = math.prod(mesh.shape[axis] for axis in ROWS)
     fewer = found // shards * shards
     raise UserError(
         f"config.data.global_batch_size={config.global_batch_size}: needs at least as many "
@@ -137,9 +141,8 @@ class _Placed(NamedTuple):
 class Loader:
     """An iterator of `Batch`es of global arrays [W, B, T], sharded over the mesh.
 
-    Arrays are sharded by P(None, ("data", "fsdp"), "context"), `continues` by P(None, ("data",
-    "fsdp")). A thread prepares and places `config.prefetch` batches ahead; it starts with the
-    first request or with `start()`.
+    Arrays are sharded by P(None, ROWS, "context"), `continues` by P(None, ROWS). A thread prepares
+    and places `config.prefetch` batches ahead; it starts with the first request or with `start()`.
 
     Iterating again continues a training loader where it was, and restarts an evaluation loader.
     """
@@ -239,6 +242,16 @@ class Loader:
             self._records[:, :_MADE] = placed.records[:, :_MADE]
         return not over
 
+    def error_ahead(self, timeout: float) -> tuple[bool, BaseException | None]:
+        """Waits, at most so many seconds, for LOOK_AHEAD batches after the last one handed out.
+
+        Returns (whether they, or their end, are there; the error that one of them will raise).
+        """
+        wanted = min(LOOK_AHEAD, self._limit() - self._batches_out) - len(self._ahead)
+        if wanted <= 0:
+            return True, None
+        return self.start().batches.error_within(wanted, timeout)
+
     def _ends_by_itself(self) -> bool:
         """Whether this host holds all rows, so that it sees when all of them have ended."""
         return len(self._rows) == self._config.global_batch_size
@@ -279,7 +292,8 @@ class Loader:
             place = _Placer(
                 self._rows, self._config.global_batch_size, self._sharding, self._flags_sharding
             )
-            self._running.append(_Running(made, place, self._config.prefetch))
+            ahead = max(self._config.prefetch, LOOK_AHEAD if jax.process_count() > 1 else 1)
+            self._running.append(_Running(made, place, ahead))
         return self._running[0]
 
     def close(self) -> None:

@@ -63,7 +63,7 @@ class DataConfig:
     )
     global_batch_size: int = option(
         4,
-        "Rows per step over all devices, a multiple of mesh.data * mesh.fsdp * "
+        "Rows per step over all devices, a multiple of mesh.data * fsdp * expert * "
         "train.grad_accum_steps; with data.epochs = 0 at most the number of training documents.",
         unit="rows",
         minimum=1,

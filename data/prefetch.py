@@ -39,6 +39,23 @@ class Prefetcher[T]:
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._made), timeout)
 
+    def error_within(self, items: int, timeout: float) -> tuple[bool, BaseException | None]:
+        """Waits, at most so many seconds, for the next items (at most `ahead`).
+
+        Returns (whether they, or an error among them, are there; that error).
+        """
+        with self._changed:
+            known = self._changed.wait_for(
+                lambda: self._error() or len(self._made) >= items, timeout
+            )
+            error = self._error() if len(self._made) <= items else None
+            return bool(known), error
+
+    def _error(self) -> BaseException | None:
+        """What ended the thread, if that is so: always the last of what it made."""
+        last = self._made[-1] if self._made else None
+        return last if isinstance(last, BaseException) else None
+
     def take(self) -> T:
         """Returns the next item, or raises the exception that `make` raised."""
         with self._changed:

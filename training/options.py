@@ -81,6 +81,13 @@ class MeshOptions:
         unit="devices",
         minimum=1,
     )
+    expert: int = option(
+        1,
+        "Devices over which rows, the experts of a layer and the width of parameters are divided.",
+        unit="devices",
+        minimum=1,
+        renamed_from=("ep", "expert_parallel"),
+    )
     context: int = option(
         1,
         "Devices over which the tokens of a row are divided.",

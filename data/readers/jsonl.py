@@ -39,10 +39,15 @@ class JsonLinesReader:
                     return
                 keys |= {key for key, value in record.items() if isinstance(value, str)}
         if len(self):
-            known = ", ".join(repr(key) for key in sorted(keys)[:10]) or "no text at all"
+            known = ", ".join(repr(key) for key in sorted(keys)[:10])
+            advice = (
+                f"the lines have {known}; try one of these"
+                if keys
+                else 'its lines have no text at all; each needs to be an object, {"text": "..."}'
+            )
             raise UserError(
                 f"config.data.field={self._field!r}: {self.files.paths[0]} has no text under that "
-                f"key, nor has any other file; the lines have {known}; try one of these"
+                f"key, nor has any other file; {advice}"
             )
 
     def __len__(self) -> int:

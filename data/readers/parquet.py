@@ -48,9 +48,8 @@ class ParquetReader:
         if not any(has_column):
             raise UserError(
                 f"config.data.field={field!r}: {paths[0]} has no such text column, nor has any "
-                "other file; they have "
-                + (", ".join(repr(name) for name in known[:10]) or "none")
-                + "; try one of these"
+                "other file; "
+                + ("try " + " or ".join(map(repr, known[:10])) if known else "they have none")
             )
         self._has_column = has_column
         self._first_rows = np.cumsum([0, *rows])

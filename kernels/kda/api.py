@@ -160,9 +160,10 @@ def _on_rank(
 
 
 def _attend(name: str, problem: Problem, inputs: Inputs, segments: Segments, entry, axis_name):
-    """The core on padded tokens, typed as varying over the ranks."""
+    """The core on whole chunks of tokens, typed as varying over the ranks; the recurrence, which
+    generation runs a token at a time, needs no chunks."""
     length = inputs.q.shape[2]
-    extra = -length % CHUNK
+    extra = 0 if name == "recurrent" else -length % CHUNK
     inputs, segments = _pad(inputs, extra), pad_tokens(segments, extra)
     axes = varying_axes((inputs, segments)) | ({axis_name} if axis_name else set())
     inputs, segments, entry = vary((inputs, segments, entry), axes)

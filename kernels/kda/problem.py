@@ -10,7 +10,7 @@ channel):
 partial value: the sum over the ranks of `problem.axis_name` is the state. `d_final` is the complete
 cotangent on every rank. Gradients of inputs that ranks share (initial_state, default_initial_state,
 a_log, dt_bias) are also per-rank partial values, and are None if the input is None. T is a multiple
-of CHUNK (the interface adds padding tokens).
+of CHUNK (the interface adds padding tokens), but for "recurrent".
 
 `entry` [B, H, K, V] float32 is the state before this rank's first token. With Entry.KEPT the
 forward returns it. With Entry.GIVEN the forward starts from it, receives and sends nothing, and

@@ -1,4 +1,4 @@
-"""Calls of `kda` on simulated ranks, and how the tests compare their results."""
+"""Calls of `kda` on simulated ranks, and comparisons of their results."""
 
 import functools
 
@@ -33,20 +33,20 @@ def forward(case: Case, *, ranks=1, check_vma=True, implementation="chunked", **
 @functools.cache
 def compiled(options, names, ranks, check_vma, implementation, max_segments, gradients):
     """Jitted (arrays, ids, cotangents) -> (out, final, gradients), or (arrays, ids) -> (out,
-    final); cached, so that cases that differ in their data only share a compilation."""
+    final); cached, so that cases that differ only in their data share a compilation."""
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("context",)) if ranks > 1 else None
     call = call_of(
         dict(options), names, max_segments, mesh=mesh, check_vma=check_vma,
         implementation=implementation,
     )  # fmt: skip
-    # Programs of interpreted kernels are larger, and overflow the compiler's stack like this.
+    # Programs of interpreted kernels are larger and would overflow the compiler's stack this way.
     return (jax.jit if implementation == "mosaic_tpu" else fast_jit)(
         with_gradients(call) if gradients else call
     )
 
 
 def check(result: Result, reference: Result, bounds: dict) -> None:
-    """Compare with bounds {"out": ., "gradient": ., "decay": .}; says by how much it fails."""
+    """Compares with bounds {"out": ., "gradient": ., "decay": .}; reports by how much it fails."""
     found = errors(result, reference)
     allowed = limits(found, bounds)
     wrong = {n: f"{e:.1e} > {allowed[n]}" for n, e in found.items() if not e <= allowed[n]}

@@ -37,6 +37,8 @@ CASES = {
     "one key for three": Case(ROWS, (3, 1)),
     "memory": Case((*ROWS, *WHOLE), (4, 2), memory=20),
     "long memory": Case((*ROWS, *WHOLE), (2, 1), memory=4 * T),
+    "one token": Case((row((1, 1)), row((0, 1)), row((3, 1))), (4, 2), memory=20),
+    "one token alone": Case((row((1, 1)), row((0, 1))), (3, 1)),
 }
 TPU_ROWS = (row((1, 100), (2, 500), (0, 24), (3, 400)), row((0, 300), (1, 724)))
 TPU_CASES = {
@@ -60,7 +62,8 @@ def make_step(case: Case, ranks: int, block: int, implementation: str):
 
 def run(case_name: str, ranks: int, block: int, dtype="float32"):
     case = CASES[case_name]
-    return make_step(case, ranks, block, "blockwise")(*make_inputs(case, dtype))
+    name = "one_query" if case.ids.shape[1] == 1 else "blockwise"
+    return make_step(case, ranks, block, name)(*make_inputs(case, dtype))
 
 
 def test_the_reference_by_hand():
@@ -87,6 +90,8 @@ def test_the_reference_by_hand():
         ("memory", 2, 9),
         ("memory", 4, 500),
         ("long memory", 4, 16),
+        ("one token", 1, 16),
+        ("one token alone", 1, 16),
     ],
 )
 def test_values_and_gradients(name, ranks, block):
@@ -107,12 +112,20 @@ def test_bf16_keeps_its_softmax_in_float32(name, ranks):
     assert error < ATTENTION_BFLOAT16, where
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_next_memory_is_the_end_of_the_last_segment(ranks):
+def test_one_token_in_bf16():
+    """Values alone: a token that sees itself only has gradients of nothing but roundings."""
+    found = run("one token", 1, 8, "bfloat16")[0]
+    assert worst_error(found, expected("one token")[0])[0] < ATTENTION_BFLOAT16
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("memory", 1), ("memory", 2), ("memory", 4), ("one token", 1)]
+)
+def test_the_next_memory_is_the_end_of_the_last_segment(name, ranks):
     """Against a search token by token; rows without tokens have nothing valid."""
-    case = CASES["memory"]
+    case = CASES[name]
     arrays, valid = make_inputs(case)
-    after = run("memory", ranks, 16)[2]
+    after = run(name, ranks, 16)[2]
     k = np.concatenate([np.asarray(arrays[3]), np.asarray(arrays[1])], 2)
     for b, ids in enumerate(case.ids):
         index = np.concatenate([np.where(valid[b], 0, -1), number(ids)[0]])

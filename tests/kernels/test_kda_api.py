@@ -149,7 +149,7 @@ def test_choice_follows_the_mesh():
 
 
 def test_cpu_never_loads_pallas():
-    """Neither importing the kernels nor running them on CPU."""
+    """Neither by importing the kernels nor by running them on CPU."""
     import subprocess
 
     code = (

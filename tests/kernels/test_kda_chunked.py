@@ -102,7 +102,7 @@ def test_several_steps_and_groups_are_one_walk(monkeypatch):
     case = make_case(PACKED, **STATES, state_policy="remat")
     wide = run(case)
     monkeypatch.setattr(layout, "STEP_CHUNKS", 1)
-    narrow = run(case, scale=16**-0.5)  # the default, given: compiled anew
+    narrow = run(case, scale=16**-0.5)  # the default, passed explicitly: compiled again
     assert error(narrow.out, wide.out) < KDA_SAME_ORDER
     assert error(narrow.final, wide.final) < KDA_SAME_ORDER
     check(narrow, _oracle_without_policy(case), KDA_BOUNDS_FLOAT32)

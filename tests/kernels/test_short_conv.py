@@ -1,4 +1,4 @@
-"""The short convolution against sums over taps that a plain loop picks, in float64."""
+"""The short convolution against sums over taps selected by a plain loop, in float64."""
 
 import functools
 
@@ -80,7 +80,7 @@ def test_cutting_a_row_and_carrying_the_tail_changes_nothing(cut):
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_streams_together_are_streams_alone(ranks):
-    """Of different channels, heads apart; the exchange between ranks is one."""
+    """With different channels and separate heads; they share one exchange between ranks."""
     ids, channels = jnp.asarray(IDS), {"k": 6, "q": 4}
     streams = {n: example(IDS, channels=d, seed=d) for n, d in channels.items()}
     x, weight, tail = ({n: s[i] for n, s in streams.items()} for i in range(3))

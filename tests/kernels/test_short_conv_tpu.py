@@ -1,5 +1,5 @@
-"""The convolution's TPU kernels, interpreted on CPU, against the float64 sums over picked taps; and
-compiled for TPUs that are not there. Unwritten memory is NaN in the interpreter."""
+"""The convolution's TPU kernels, interpreted on CPU, against float64 sums over selected taps; and
+compiled for absent TPUs. Unwritten memory is NaN in the interpreter."""
 
 import functools
 import os

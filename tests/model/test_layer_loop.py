@@ -48,7 +48,7 @@ def loop_operations(text: str, kind: str) -> list[str]:
 def program() -> str:
     """HLO of the loss's gradient on four context ranks, with carry."""
     mesh, batch = make_mesh(context=RANKS), make_batch(jnp.stack([jnp.asarray(row((1, 64)))]))
-    assert MESH_AXES[2] == "context"
+    assert MESH_AXES[3] == "context"
 
     def loss(params, carry):
         arrays = batch["tokens"], batch["segment_ids"], batch["continues"]
@@ -113,7 +113,8 @@ def test_what_is_kept_on_the_host_comes_back(scan):
     )
     for expected, kept, offloaded in zip(plain, full, host):
         np.testing.assert_array_equal(offloaded, kept)
-        np.testing.assert_allclose(offloaded, expected, rtol=1e-5, atol=1e-6)
+        largest = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(offloaded, expected, rtol=1e-5, atol=1e-6 * largest)
 
 
 def test_a_tpu_copies_what_is_kept_while_it_computes():
@@ -124,17 +125,12 @@ def test_a_tpu_copies_what_is_kept_while_it_computes():
     shape = functools.partial(
         jax.ShapeDtypeStruct, dtype=jnp.float32, sharding=jax.NamedSharding(mesh, jax.P())
     )
-    arguments = (shape((3, 256, 256)),) * 2, shape((4, 1024, 256))
-    plain, host = (
-        toy_gradients(run, True).lower(*arguments).compile()
-        for run in (run_layers_recomputed, OFFLOAD)
-    )
-    stacks = 2 * 3 * 4 * 1024 * 256 * 4
-    assert plain.memory_analysis().host_temp_size_in_bytes == 0
-    assert host.memory_analysis().host_temp_size_in_bytes >= stacks
-    assert host.memory_analysis().temp_size_in_bytes < plain.memory_analysis().temp_size_in_bytes
+    arguments = (shape((6, 512, 512)),) * 2, shape((4, 2048, 512))
+    compiled = toy_gradients(OFFLOAD, True).lower(*arguments).compile()
+    stacks, memory = 2 * 6 * 4 * 2048 * 512 * 4, compiled.memory_analysis()
+    assert memory.host_temp_size_in_bytes >= stacks and memory.temp_size_in_bytes < stacks / 3
     for copy in ("dynamic-update-slice", "dynamic-slice"):
-        assert overlapped(host.as_text(), copy), copy
+        assert overlapped(compiled.as_text(), copy), copy
 
 
 def overlapped(text: str, copy: str) -> bool:

@@ -1,4 +1,4 @@
-"""The folder of compiled programs: what JAX finds there again, and what damage costs."""
+"""The cache of compiled programs: what JAX finds in it again, and the effects of damage."""
 
 import os
 import threading
@@ -112,7 +112,7 @@ def test_the_programs_used_longest_ago_make_room(folder):
 
 @pytest.fixture
 def kept_by_jax(folder, monkeypatch):
-    """JAX keeps even the fastest compilation there; as before when the test ends."""
+    """JAX caches even the fastest compilation there; its settings are restored after the test."""
     monkeypatch.setattr(compilation_cache, "get_file_cache", compilation_cache.get_file_cache)
     monkeypatch.setattr(programs, "LEAST_SECONDS", 0.0)
     before = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
@@ -152,8 +152,8 @@ def test_the_users_folder(monkeypatch):
 
 @pytest.mark.slow
 def test_a_resumed_run_with_kept_programs_has_the_same_bits(tmp_path):
-    """Compiled anew, then halfway from the folder and on: all reported numbers that do not depend
-    on time are equal, the compiled peak included."""
+    """Compiled afresh, then halfway with programs from the folder: all reported values that do not
+    depend on time are equal, including the compiled peak."""
     train(tmp_path / "whole", "--config.train.compilation_cache=")
     mine = f"--config.train.compilation_cache={tmp_path / 'programs'}"
     train(tmp_path / "fill", mine, "--config.train.steps=1")

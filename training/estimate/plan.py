@@ -27,8 +27,9 @@ from training.estimate.timeline import (
     simulate,
 )
 from training.estimate.topology import Generation, Topology
+from training.options import MeshOptions
 
-MESH_AXES = ("data", "fsdp", "context", "tensor")
+MESH_AXES = tuple(field.name for field in dataclasses.fields(MeshOptions))
 
 
 @dataclasses.dataclass(frozen=True)
