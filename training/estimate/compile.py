@@ -36,7 +36,8 @@ class Facts:
     """What the child reports about one compilation. Bytes are those of one device.
 
     needed: arguments, results and temporaries, as `memory/compiled_peak_bytes` of a run. live: the
-    most that the compiler has in use at one time. hardware_flops: of all devices, a step.
+    most that the compiler has in use at one time. host: of the host's memory, which remat="offload"
+    takes for each device. hardware_flops: of all devices, a step.
     """
 
     parameters: int
@@ -44,6 +45,7 @@ class Facts:
     devices: int
     needed: int
     live: int
+    host: int
     arguments: int
     temporaries: int
     parameter_bytes: int
@@ -198,6 +200,7 @@ def _facts(config, arguments, model, mesh, compiled, flops, seconds) -> Facts:
         devices=mesh.size,
         needed=needed,
         live=memory.peak_memory_in_bytes,
+        host=memory.host_temp_size_in_bytes,
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         parameter_bytes=device_bytes(state.params),
