@@ -113,7 +113,7 @@ def fits(plan: Plan) -> str:
 
 
 def with_row(text: str, name: str, row: str) -> str:
-    """The document with one row of a table replaced or added; rows are known by their first cell."""
+    """The document with one row of a table replaced or added; its first cell is its name."""
     table = TABLES[name]
     begin, end = marks(name)
     lines = text.partition(begin)[2].partition(end)[0].splitlines()
