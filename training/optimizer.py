@@ -48,22 +48,9 @@ def make_optimizer(
     names = rule_names(options.name, cfg)
     used = set(jax.tree.leaves(names))
     return optax.chain(
-        clip_by_norm(tunables.clip_norm),
+        optax.clip_by_global_norm(tunables.clip_norm),
         optax.partition({name: rules[name] for name in sorted(used)}, names),
     )
-
-
-def clip_by_norm(limit: jax.Array) -> optax.GradientTransformation:
-    """Scales gradients down to a global norm of `limit`. They are divided once, by a number that is
-    the norm itself where the limit is 1."""
-
-    def update(gradients, params=None):
-        norm = optax.tree.norm(gradients)
-        return jax.tree.map(
-            lambda g: jax.lax.select(norm < limit, g, g / (norm / limit)), gradients
-        )
-
-    return optax.stateless(update)
 
 
 def rule_names(optimizer: str, cfg: ModelConfig) -> Any:
