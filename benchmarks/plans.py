@@ -35,7 +35,7 @@ TOPOLOGIES = {
     "kda_7b": "tpu7x:4x4x4",
     "hybrid_7b": "tpu7x:4x8x8",
 }
-REMAT_CONFIG = "kda_cp4"
+REMAT_CONFIG, REMAT_TOKENS = "kda_cp4", 65_536  # rows so long that activations weigh
 
 
 class Table(NamedTuple):
@@ -127,6 +127,7 @@ def remat_row(policy: str) -> str:
     """Memory and recomputation of one policy, for one config."""
     config = config_of(REMAT_CONFIG)
     config.model.remat = policy
+    config.data.sequence_length = REMAT_TOKENS
     try:
         plan = make_plan(config, Topology.parse(TOPOLOGIES[REMAT_CONFIG]))
     except TooLarge as error:
