@@ -5,8 +5,8 @@
     python -m benchmarks.plans --remat             the table of remat policies, there
     python -m benchmarks.plans --calibration       the table of errors, printed
 
-Every row compiles a whole training step for a topology that need not be here; half an hour on two
-cores.
+Every row compiles a whole training step for a topology that may be absent; this takes half an hour
+on two cores.
 """
 
 import argparse
@@ -48,16 +48,16 @@ class Table(NamedTuple):
 TABLES = {
     "plans": Table(
         (
-            "| config | topology | mesh | parameters | rows x tokens | GB a device | fits | "
-            "estimated ms a step | estimated MFU | compile s | date |",
+            "| config | topology | mesh | parameters | rows x tokens | GB per device | fits | "
+            "estimated ms per step | estimated MFU | compile s | date |",
             "|" + "---|" * 11,
         ),
         tuple(TOPOLOGIES),
     ),
     "remat": Table(
         (
-            "| remat | MB a device | saved activations MB | on the host MB | hardware FLOPs a step "
-            "| over the model's | estimated ms a step | date |",
+            "| remat | MB per device | saved activations MB | on the host MB | hardware FLOPs per step "
+            "| over the model's | estimated ms per step | date |",
             "|" + "---|" * 8,
         ),
         tuple(POLICIES),
@@ -87,7 +87,7 @@ def config_of(name: str) -> ConfigDict:
 
 
 def plan_row(name: str, topology: str) -> str:
-    """One config as a line of the table, or why there is none."""
+    """One config as a row of the table, or the reason why it cannot be compiled."""
     try:
         plan = make_plan(config_of(name), Topology.parse(topology))
     except (UserError, TooLarge) as error:
@@ -144,7 +144,7 @@ def remat_row(policy: str) -> str:
 def calibration_table() -> Iterator[str]:
     """The estimate of a kernel's time against published times."""
     tpu7x = GENERATIONS["tpu7x"]
-    yield "| tokamax on v7x | bundles | published ms | ns a bundle | estimated ms | error |"
+    yield "| tokamax on v7x | bundles | published ms | ns per bundle | estimated ms | error |"
     yield "|" + "---|" * 6
     for each in TOKAMAX:
         estimate = 1e3 * each.bundles * tpu7x.kernel_stalls / tpu7x.clock
@@ -160,7 +160,7 @@ def marks(name: str) -> tuple[str, str]:
 
 
 def replace_section(text: str, name: str, lines: Iterator[str]) -> str:
-    """The text with what is between a section's two marks replaced."""
+    """The text with the contents between a section's two marks replaced."""
     begin, end = marks(name)
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
