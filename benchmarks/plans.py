@@ -56,8 +56,8 @@ TABLES = {
     ),
     "remat": Table(
         (
-            "| remat | MB per device | saved activations MB | on the host MB | hardware FLOPs per step "
-            "| over the model's | estimated ms per step | date |",
+            "| remat | MB per device | saved activations MB | on the host MB | "
+            "hardware FLOPs per step | over the model's | estimated ms per step | date |",
             "|" + "---|" * 8,
         ),
         tuple(POLICIES),

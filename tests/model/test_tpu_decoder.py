@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def compiled_step(topology: str, mesh: dict[str, int] | None = None, **model) -> str:
-    """HLO text of the main config's training step on devices of a topology, four as it stands."""
+    """HLO text of the main config's training step on devices of a topology, by default four."""
     config = kda_cp4.get_config()
     config.model.update(**model)
     config.mesh.update(mesh or {})
