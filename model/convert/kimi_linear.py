@@ -1,4 +1,4 @@
-""" "kimi_linear", as Kimi Linear is published and transformers reads it."""
+"""The format "kimi_linear": the layout in which Kimi Linear is published and transformers reads."""
 
 from model.config import ModelConfig
 from model.convert.formats import (
