@@ -40,9 +40,9 @@ Names = Mapping[str, tuple[str, Layout]]  # our name -> theirs and the layout
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A mixer or feed-forward layer: its prefix inside a layer, and the names of a model's.
+    """A mixer or feed-forward layer: its prefix inside a layer, and its names for a model.
 
-    of_expert: names of one expert's, in which "{expert}" is its number.
+    of_expert: names of an expert's tensors, in which "{expert}" is its number.
     """
 
     prefix: str
@@ -135,7 +135,7 @@ def zero_tensors(fmt: Format, cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class Repeats(NamedTuple):
-    """Layers as a prefix, a pattern that is repeated, and a suffix."""
+    """Layers as a prefix, a repeated pattern, and a suffix."""
 
     prefix: Sequence[Layer]
     pattern: Sequence[Layer]
@@ -153,8 +153,7 @@ class Repeats(NamedTuple):
 
 
 def repeated(layers: Sequence[Layer]) -> Repeats:
-    """The fewest positions that give these layers; without prefix and suffix where that is one of
-    several ways."""
+    """The shortest form that gives these layers; without prefix and suffix if there are several."""
     if not layers:
         raise ConvertError("it has no layers")
 
