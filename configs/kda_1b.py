@@ -4,7 +4,7 @@
         --config.data.path=DOCUMENTS --config.data.tokenizer=tokenizer.json
     python train.py --config configs/kda_1b.py --plan v6e:4x4
 
-Compiled on 2026-12-01: 1,079M parameters, 7.5 GB a device, estimated 1.41 s a step (MFU 16 %);
+Compiled on 2026-12-01: 1,079M parameters, 7.5 GB per device, estimated 1.41 s per step (MFU 16 %);
 docs/measurements.md, "Plans of the shipped configs".
 """
 

@@ -4,7 +4,7 @@
         --config.data.path=DOCUMENTS --config.data.tokenizer=tokenizer.json
     python train.py --config configs/kda_400m.py --plan v6e:2x2
 
-Compiled on 2026-12-01: 389M parameters, 2.67 GB a device, estimated 216 ms a step (MFU 9 %);
+Compiled on 2026-12-01: 389M parameters, 2.67 GB per device, estimated 216 ms per step (MFU 9 %);
 docs/measurements.md, "Plans of the shipped configs".
 """
 
