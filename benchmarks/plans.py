@@ -34,6 +34,7 @@ TOPOLOGIES = {
     "hybrid_1b": "v6e:4x4",
     "kda_7b": "tpu7x:4x4x4",
     "hybrid_7b": "tpu7x:4x8x8",
+    "kimi_linear_48b": "tpu7x:4x4x4",
 }
 REMAT_CONFIG, REMAT_TOKENS = "kda_cp4", 65_536  # rows so long that activations weigh
 

@@ -76,7 +76,7 @@ def schedule_of(options: OptimizerOptions) -> Schedule:
 
 
 def rate(schedule: Schedule, updates: jax.Array | int) -> jax.Array:
-    """The learning rate after that number of updates, float32 []; after the schedule's end it stays."""
+    """The learning rate, float32 [], after that number of updates; at the end it stays."""
     s = schedule
     warming = s.peak - s.peak * (1.0 - updates * s.per_warmup)
     decayed = jnp.clip(updates - s.begin, 0, s.decay).astype(jnp.float32)
