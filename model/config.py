@@ -8,6 +8,7 @@ import math
 from typing import NamedTuple
 
 import options
+from model import remat
 from model.ffn.options import ExpertOptions
 from model.mixers.options import AttentionOptions, KdaOptions, MlaOptions
 from options import option, wrong
@@ -98,9 +99,8 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
     )
     remat: str = option(
         "full",
-        "What a layer keeps for its gradient. none: everything. dots: matrix products. full: the "
-        "layer's input alone.",
-        choices=("none", "dots", "full"),
+        f"What a layer keeps for its gradient. {remat.describe()}",
+        choices=tuple(remat.POLICIES),
     )
     scan_layers: bool = option(True, "Compile one repeat instead of all of them.")
     loss_chunk: int = option(
@@ -175,6 +175,11 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
             for repeat in range(group.repeats)
             for position in range(group.begin, group.end)
         )
+
+    @property
+    def layer_names(self) -> tuple[tuple[str, str], ...]:
+        """(mixer, feed-forward layer) of every layer, in order."""
+        return tuple((self.mixers[position], self.ffns[position]) for position, _ in self.places)
 
     @property
     def layers(self) -> int:

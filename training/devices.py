@@ -12,7 +12,6 @@ from typing import Any
 
 from errors import UserError
 from training import agree, peers, process
-from training.options import MeshOptions
 
 MOST_SIMULATED = 1024  # each costs threads and memory; far more never get to an error message
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
@@ -180,7 +179,7 @@ def make_mesh(mesh: Any) -> Any:
     """The mesh of config.mesh over all devices of all processes.
 
     Raises:
-        UserError: it needs more or fewer devices than there are.
+        UserError: it needs more or fewer devices than there are, or context would cross slices.
     """
     import jax
 
@@ -192,9 +191,9 @@ def make_mesh(mesh: Any) -> Any:
             f"{needed} devices; there are {found} ({jax.devices()[0].device_kind}); "
             f"try {_fitting_mesh(axes, found)}"
         )
-    names = tuple(field.name for field in dataclasses.fields(MeshOptions))
-    types = (jax.sharding.AxisType.Auto,) * len(names)
-    return jax.make_mesh(tuple(axes[name] for name in names), names, axis_types=types)
+    from training.mesh import arrange  # imports JAX
+
+    return arrange(axes, jax.devices())
 
 
 def _fitting_mesh(axes: dict[str, int], devices: int) -> str:

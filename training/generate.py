@@ -11,10 +11,11 @@ from jax.sharding import Mesh
 from data.text_stream import TextStream
 from data.tokenizer import Tokenizer, make_tokenizer
 from errors import UserError
-from model.axes import MESH_AXES, Arrays
+from model.axes import TENSOR, Arrays
 from model.checks import check_mesh
 from model.config import ModelConfig
 from model.generate import Generator, Sampling
+from training.mesh import arrange
 from training.restore import load_params
 from training.weights import read_folder
 
@@ -85,9 +86,7 @@ def open_session(source: Source, tensor: int, attention_memory: int) -> Session:
     Raises:
         UserError: no such model or tokenizer, or heads that do not divide.
     """
-    shape = tuple(tensor if axis == "tensor" else 1 for axis in MESH_AXES)
-    types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-    mesh = jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=jax.devices()[:tensor])
+    mesh = arrange({TENSOR: tensor}, jax.devices()[:tensor])
     params, model, tokenizer = _load(source, mesh)
     check_mesh(model, mesh.shape)
     if tokenizer.vocab_size != model.vocab_size:

@@ -4,12 +4,14 @@ Data is not compared here: the loader knows what a position means and refuses on
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import optax
+import jax
 
-from training.optimizer import make_schedule, options_of
+from training.optimizer import options_of
+from training.tunables import rate, schedule_of
 
 Config = Mapping[str, Mapping[str, Any]]
 JUMP = 0.01  # a learning rate that differs by less is no jump
@@ -72,5 +74,6 @@ def rate_jump(saved: Config, current: Config, step: int) -> str:
     return f"{line}, which the options of config.optimizer that were changed keep, set back"
 
 
-def _schedule(config: Config) -> optax.Schedule:
-    return make_schedule(options_of(config["optimizer"], config["train"]["steps"]))
+def _schedule(config: Config) -> Callable[[int], jax.Array]:
+    options = options_of(config["optimizer"], config["train"]["steps"])
+    return functools.partial(rate, schedule_of(options))
