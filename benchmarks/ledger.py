@@ -11,7 +11,6 @@ docs/evidence.md explains the experiment; `python -m benchmarks.ledger_plot` dra
 import argparse
 import dataclasses
 import datetime
-import functools
 import json
 import os
 import platform
@@ -47,10 +46,11 @@ class Phase:
     init_from: str = ""
 
 
+ONE_ROW = "--config.data.global_batch_size=1"
 NO_CARRY = ("--config.model.carry=False",)
-# Two rows of four windows, and one row of eight rows' tokens: 2,048 tokens a step like the others.
+# Two rows of four windows, and one row of eight rows' tokens: each step reads 2,048 tokens, as in the others.
 CARRY_4 = ("--config.data.global_batch_size=2", "--config.train.tbptt_windows=4")
-LONG = ("--config.data.global_batch_size=1", f"--config.data.sequence_length={8 * ROW}", *NO_CARRY)
+LONG = (ONE_ROW, f"--config.data.sequence_length={8 * ROW}", *NO_CARRY)
 LATE = (
     f"--config.optimizer.schedule_steps={LATE_STEPS}",
     "--config.optimizer.learning_rate=3e-3",
@@ -127,7 +127,7 @@ def evaluate_all(phase: Phase, seed: int, workdir: str, out: str) -> None:
             print(f"evaluating {record}", flush=True)
             record["answers"] = evaluate(folder(workdir, phase.arm, seed), carried, rows)
             record["tokens"] = int(logged[-1]["learning/tokens_seen"])
-            record["row_bytes"] = row_bytes(phase)
+            record["row_bytes"] = row_bytes(phase, workdir)
             times = [line["perf/step_time_seconds"] for line in logged if len(line) > 9]
             record["step_seconds"] = round(statistics.median(times), 4)
             record["machine"] = f"{platform.machine()}, {os.cpu_count()} cores"
@@ -155,12 +155,13 @@ def start_jax(workdir: str) -> None:
     devices.start_jax(1, os.path.join(workdir, "cache"), devices.Processes())
 
 
-def config_of(*flags: str):
-    """The config with flags, checked."""
-    from configs import check
-    from configs import flags as command_line
+def config_of(**options: str | int | float | bool):
+    """The config with options changed, checked; names have a double underscore for the dot."""
+    from configs import check, ledger
 
-    config, _ = command_line.parse(["ledger", f"--config={CONFIG}", *flags])
+    config = ledger.get_config()
+    named = {name.replace("__", "."): value for name, value in options.items()}
+    config.update_from_flattened_dict(named)
     check.check(config)
     return config
 
@@ -180,9 +181,7 @@ def evaluate(run: str, carried: bool, rows: int) -> dict[str, list[int]]:
     from training.step import make_score_step
 
     config = config_of(
-        f"--config.data.task_length={rows * ROW}",
-        f"--config.data.global_batch_size={STREAMS}",
-        f"--config.model.carry={carried}",
+        data__task_length=rows * ROW, data__global_batch_size=STREAMS, model__carry=carried
     )
     mesh = devices.make_mesh(config.mesh)
     batches = rows * DOCUMENTS[rows] // STREAMS
@@ -230,40 +229,18 @@ def answers(document: np.ndarray) -> Iterator[tuple[int, int]]:
             yield place, place // ROW - written[asked]
 
 
-def row_bytes(phase: Phase) -> int:
-    """Temporary memory of a compiled training step on one row, or on one row's windows."""
-    return _row_bytes(tuple(f for f in phase.flags if not f.startswith("--config.optimizer")))
-
-
-@functools.cache
-def _row_bytes(flags: tuple[str, ...]) -> int:
-    import tempfile
-
-    from training import build
-    from training.options import TrainOptions
-    from training.step import batch_shapes, make_train_step, make_votes
-
-    config = config_of(*flags, "--config.data.global_batch_size=1")
-    with tempfile.TemporaryDirectory() as workdir:
-        parts = build.build(config, workdir)
-        step = make_train_step(
-            TrainOptions(**config.train),
-            parts.model,
-            parts.mesh,
-            parts.optimizer,
-            parts.schedule,
-            parts.shapes,
-        )
-        windows = config.train.tbptt_windows
-        batch = batch_shapes(parts.mesh, windows, 1, config.data.sequence_length)
-        compiled = step.lower(parts.shapes, batch, make_votes(parts.mesh)[0]).compile()
-        parts.loader.close()
-    return compiled.memory_analysis().temp_size_in_bytes
+def row_bytes(phase: Phase, workdir: str) -> int:
+    """Peak memory of a compiled training step on one row, or on the windows of one row."""
+    one = dataclasses.replace(
+        phase, arm=f"memory {phase.arm}", steps=1, flags=(*phase.flags, ONE_ROW), init_from=""
+    )
+    train(one, 0, workdir)
+    return int(metrics(folder(workdir, one.arm, 0))[-1]["memory/compiled_peak_bytes"])
 
 
 def table(records: list[dict]) -> str:
     """Markdown: accuracy by distance of each arm and length of documents, over all seeds."""
-    head = ["trained", "read", "rows", *DISTANCES, "MB a row", "s a step"]
+    head = ["trained", "read", "rows", *DISTANCES, "MB, one row", "s per step"]
     lines = [head, ["---"] * len(head)]
     groups = {(r["arm"], r["carried"], r["rows"]): r for r in records}
     for arm, carried, rows in sorted(groups, key=lambda g: (g[2], not g[1], ARMS.index(g[0]))):

@@ -11,7 +11,7 @@ from configs import base
 
 
 def get_config():
-    """Rows of 256 tokens, eight of them a document; 2,048 tokens a step."""
+    """Rows of 256 tokens, eight of them a document; 2,048 tokens per step."""
     config = base.get_config()
     with config.unlocked():
         config.train.steps = 1500

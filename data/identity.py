@@ -71,7 +71,7 @@ def why_not_continue(saved: Identity, given: Identity) -> str:
     if saved["tokenizer"] != given["tokenizer"]:
         return "a model cannot continue with other ids"
     if "mixture" in saved and not other_documents(saved, given):
-        return "a mixture cannot be assigned anew"
+        return "a mixture cannot continue with other rows or another seed"
     if "whole" in (saved["packing"], given["packing"]) and not other_documents(saved, given):
         return "only packing 'stream' can be reassigned"
     return ""

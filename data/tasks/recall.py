@@ -21,7 +21,7 @@ def write(generator: np.random.Generator, length: int) -> Written:
     pairs = min(max(events // 4, 1), len(LETTERS) ** 2)
     keys = generator.permutation(len(LETTERS) ** 2)[:pairs]
     values = generator.integers(len(VALUES), size=pairs)
-    # Every pair is asked for before any is asked for again.
+    # Every pair has its question before any has a second one.
     rounds = -(-(events - pairs) // pairs)
     asked = np.concatenate([generator.permutation(pairs) for _ in range(rounds)])[: events - pairs]
     told = [_event(keys[i], b"=", values[i]) for i in range(pairs)]

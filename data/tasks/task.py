@@ -1,4 +1,4 @@
-"""Generated documents: what a task is, and the reader that makes them when they are asked for.
+"""Generated documents: what a task is, and the reader that makes each of them when it is read.
 
 To write a task, add a module with a function like `ledger.write` and enter it in registry.py. A
 document is bytes, and the positions of its answers, which alone the loss counts.

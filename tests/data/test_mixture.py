@@ -167,7 +167,7 @@ def test_other_weights_or_sources_are_other_data(config):
             next(other)
     with (
         loader(change(config, global_batch_size=2, on_data_change="continue")) as other,
-        pytest.raises(UserError, match="a mixture cannot be assigned anew"),
+        pytest.raises(UserError, match="a mixture cannot continue with other rows"),
     ):
         other.restore(position)
 

@@ -1,4 +1,4 @@
-"""Generated documents: rules of each task, checked by reading them anew; determinism; positions."""
+"""Generated documents: rules of each task, checked by a separate parser; determinism; positions."""
 
 import re
 from collections import defaultdict
@@ -66,7 +66,7 @@ def test_questions_ask_for_what_was_told():
             assert told[event[1]] == event[3]
             asked.append(event.start(3))
     assert asked == answers and len(told) == 50 and len(asked) == 150
-    # Every pair is asked for once before any is asked for again.
+    # Every pair has its question before any has a second one.
     assert len({text[place - 3 : place - 1] for place in answers[:50]}) == 50
 
 

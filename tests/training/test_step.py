@@ -19,12 +19,16 @@ from data.loader import make_loader
 from data.options import DataConfig
 from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, row
 from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
-from training.options import TrainOptions
+from training.options import OptimizerOptions, TrainOptions
 from training.report import eval_values
 from training.state import empty_carry, flatten, state_shapes
 from training.step import make_eval_step, make_train_step, make_votes
+from training.tunables import tunables_of
 
 SGD = optax.sgd(1.0)
+RATE_OF_ONE = OptimizerOptions(
+    learning_rate=1.0, min_lr_ratio=1.0, warmup_steps=0, schedule_steps=1
+)
 ONE = dataclasses.replace(KDA, num_repeats=1)
 PLAIN = TrainOptions()
 Z_LOSS = TrainOptions(z_loss=0.01)
@@ -44,7 +48,7 @@ def compile_fast():
 def stepper(cfg, options: TrainOptions, rows: int, **mesh_sizes):
     mesh = make_mesh(**mesh_sizes)
     shapes = state_shapes(cfg, mesh, SGD, rows, WINDOW)
-    step = make_train_step(options, cfg, mesh, SGD, optax.constant_schedule(1.0), shapes)
+    step = make_train_step(options, cfg, mesh, lambda _: SGD, shapes)
     return mesh, shapes, step
 
 
@@ -78,7 +82,8 @@ def run(cfg, batch: Batch, options=PLAIN, vote=0, state=None, params=None, **mes
     state = start(cfg, shapes, params) if state is None else state
     before = jax.device_get(flatten(state.params))
     batch = jax.tree.map(jnp.asarray, batch)
-    state, metrics = step(state, batch, make_votes(mesh)[vote])
+    tunables = tunables_of(RATE_OF_ONE, options.z_loss)
+    state, metrics = step(state, batch, make_votes(mesh)[vote], tunables)
     after = jax.device_get(flatten(state.params))
     return jax.device_get(metrics), {n: before[n] - after[n] for n in before}, state
 
