@@ -48,7 +48,7 @@ class Phase:
 
 ONE_ROW = "--config.data.global_batch_size=1"
 NO_CARRY = ("--config.model.carry=False",)
-# Two rows of four windows, or one row as long as a document: 2,048 tokens per step, as in the others.
+# Two rows of four windows, or one row as long as a document: 2,048 tokens per step, as all arms.
 CARRY_4 = ("--config.data.global_batch_size=2", "--config.train.tbptt_windows=4")
 LONG = (ONE_ROW, f"--config.data.sequence_length={8 * ROW}", *NO_CARRY)
 LATE = (
