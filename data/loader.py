@@ -46,8 +46,8 @@ _SEEDS_APART = 1_000_003
 _MADE = RECORD_SIZE - 2
 _VERSION = 2
 _WAIT_SECONDS = 1.0
-# Batches whose making several processes await before a step, so that all hear of an error in time:
-# a process votes with step N, and the vote is read after step N + 1 has been dispatched.
+# Batches that several processes wait for before a step, so that all learn of an error in time: a
+# process votes with step N, and the vote is read after step N + 1 has been dispatched.
 LOOK_AHEAD = 2
 
 

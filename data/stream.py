@@ -153,10 +153,9 @@ class StreamReader:
         usual = self._window.documents / max(before, 1)
         if before >= WINDOW and usual > 0.1 and found_now <= 0.01 * WINDOW:
             raise DataError(
-                f"config.data.path: of the last {WINDOW} documents of "
-                f"{self._corpus.source.described} "
-                f"{found_now} had text, of those before {usual:.0%}; the files or the disk have "
-                "changed; restore them and start the same command again"
+                f"config.data.path: {found_now} of the last {WINDOW} documents of "
+                f"{self._corpus.source.described} had text, but {usual:.0%} of those before; the "
+                "files or the disk have changed; restore them and start the same command again"
             )
         self._window = counts
 

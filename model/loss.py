@@ -1,7 +1,7 @@
 """Cross entropy from hidden states, as sums, with logits of a few tokens at a time.
 
-Sums, not means: the trainer adds them over windows and divides once by the global weight, so that
-rows, ranks and accumulation steps count every token alike.
+The results are sums, not means: the trainer adds them over windows and divides once by the global
+weight, so that every token has equal weight whatever the rows, ranks and accumulation steps.
 
 Axes: T token (n: in a chunk), D residual width, V vocabulary entry (the rank's part).
 """
@@ -17,7 +17,7 @@ from model.config import ModelConfig
 from model.layers import matmul, vary
 from model.params import param_specs, use_params
 
-_MASKED = -1e30  # a padded vocabulary entry's logit; finite, so that its gradient is 0 and not NaN
+_MASKED = -1e30  # logit of vocabulary padding; finite, so that its gradient is 0 and not NaN
 
 
 class LossSums(NamedTuple):
@@ -42,8 +42,8 @@ def loss_sums(
 ) -> LossSums:
     """Sums over hidden [B, T, D], targets [B, T] int32 and loss_weights [B, T] float32.
 
-    A token of weight 0 adds nothing and gets no gradient, whatever its target. At most
-    cfg.loss_chunk tokens of a rank have logits at one time, in the backward too.
+    A token of weight 0 contributes nothing and has no gradient, whatever its target. At most
+    cfg.loss_chunk tokens per rank have logits at any time, also in the backward.
     """
     specs = (PartitionSpec(None, TENSOR), TOKEN_SPEC, TOKEN_SPEC, TOKEN_SPEC)
     sums = jax.shard_map(
@@ -73,16 +73,16 @@ def token_scores(
 
 
 def logits(params: Arrays, cfg: ModelConfig, hidden: jax.Array, mesh: Mesh) -> jax.Array:
-    """Logits [..., vocab_size] float32 of hidden [..., D]: all at once, for sampling and tests."""
+    """All logits [..., vocab_size] float32 of hidden [..., D], for sampling and tests."""
     head = _head(params, cfg, mesh).astype(cfg.compute_dtype)
     return matmul(hidden, head, out_dtype=jnp.float32)[..., : cfg.vocab_size]
 
 
 def _head(params: Arrays, cfg: ModelConfig, mesh: Mesh) -> jax.Array:
-    """The head [D, V], whole over fsdp: float32, holding values of the compute dtype.
+    """The head [D, V], gathered over fsdp: float32, rounded to values of the compute dtype.
 
-    It goes through the compute dtype while it is gathered, and is float32 again so that the chunks'
-    gradients add up in float32.
+    It is gathered in the compute dtype, and converted back so that the chunks' gradients are summed
+    in float32.
     """
     name = "embedding" if cfg.tie_embeddings else "head"
     head = params[name].astype(cfg.compute_dtype)
@@ -92,7 +92,7 @@ def _head(params: Arrays, cfg: ModelConfig, mesh: Mesh) -> jax.Array:
 
 def _local_sums(cfg: ModelConfig, head, hidden, targets, loss_weights) -> LossSums:
     """One rank's tokens and part of the vocabulary, then sums over all ranks."""
-    head = vary(head, TOKENS)  # here, so that its gradient is summed over ranks once
+    head = vary(head, TOKENS)  # here, so that its gradient is summed over ranks only once
     hidden = vary(hidden, (TENSOR,))
 
     @jax.checkpoint
@@ -139,7 +139,7 @@ def _log_sum_and_target(
 
 
 def _chunks(x: jax.Array, size: int) -> jax.Array:
-    """[b, t, ...] -> [chunks, n, ...], n <= size as even as can be; padded with zeros."""
+    """[b, t, ...] -> [chunks, n, ...] with n <= size, evenly divided; padded with zeros."""
     x = x.reshape(-1, *x.shape[2:])
     count = -(-x.shape[0] // size)
     each = -(-x.shape[0] // count)

@@ -115,7 +115,7 @@ def naive_stream_rows(stream: list[dict[str, int]], length: int) -> list[dict[st
 
 
 def naive_row(tokens: list[dict[str, int]], length: int) -> dict:
-    """Returns one row of the given tokens, padded; a new segment wherever a document begins."""
+    """Returns one row of the given tokens, padded; each document begins a new segment."""
     fields = ("tokens", "targets", "positions", "loss_weights", "target_bytes")
     row = {field: [token[field] for token in tokens] for field in fields}
     segment, ids = 0, []

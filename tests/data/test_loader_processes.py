@@ -45,7 +45,7 @@ def make_mesh(shape: list[int], order: list[int]) -> Mesh:
 
 
 def run(case: tuple[list[int], list[int]], options: dict) -> dict:
-    """Returns what a process sees of an epoch and of evaluation: its shards by place."""
+    """Returns a process's part of an epoch and of evaluation: its shards by position."""
     mesh = make_mesh(*case)
     seen: dict = {"shards": [], "batches": {}, "totals": {}}
     for split in ("train", "eval"):
