@@ -26,7 +26,8 @@ def arrange(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
             cross them.
     """
     shape = {axis: sizes.get(axis, 1) for axis in MESH_AXES}
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    # Other platforms may count hosts there, between which nothing is refused.
+    slices = len({device.slice_index if device.platform == "tpu" else 0 for device in devices})
     across = _across(shape, slices)
     within = [size // across[axis] for axis, size in shape.items()]
     if slices == 1:
