@@ -39,8 +39,8 @@ def arrange(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
 
 
 def _slice_of(device: jax.Device) -> int:
-    """0 where there is one slice. Other platforms than TPU may count hosts by the same name, between
-    which nothing is refused."""
+    """The number of a TPU's slice; 0 if there is only one. Other platforms may count hosts by the
+    same name, between which nothing is refused."""
     return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
