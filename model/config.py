@@ -83,7 +83,7 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
     carry: bool = option(
         True,
         "Start a continued row from the state in which the row before ended. False: afresh.",
-        on_resume="model",
+        on_resume="state",
     )
     tie_embeddings: bool = option(
         False, "The output layer is the embedding's transpose.", on_resume="model"

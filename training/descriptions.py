@@ -4,8 +4,11 @@ A value is the mean over the steps since the last report (config.log.every), unl
 `seen`, `skipped` or `last` (the value at the step; totals of the run) or `max`.
 """
 
+import re
+
 DESCRIPTIONS = {
-    "learning/loss": "Mean over real tokens, nats per token.",
+    "learning/loss": "Mean over the tokens that the loss counts, nats per token.",
+    "learning/accuracy": "Share of the tokens that the loss counts whose logit is the highest.",
     "learning/bits_per_byte": "Bits per byte of the text that the tokens stand for.",
     "learning/z_loss": "Mean of log(sum(exp(logits)))^2; with config.train.z_loss only.",
     "learning/grad_norm": "Global norm of the gradient before clipping.",
@@ -13,7 +16,10 @@ DESCRIPTIONS = {
     "learning/steps_skipped": "Steps of the run whose update was skipped.",
     "learning/tokens_seen": "Real tokens trained on, restarts included.",
     "learning/epoch": "Passes over the training documents so far.",
-    "eval/loss": "Mean over all validation tokens, nats per token.",
+    "data/epoch_N": "Passes over the documents of source N of config.data.mixture, from 0.",
+    "data/share_N": "Share of the tokens so far that are of source N of config.data.mixture.",
+    "eval/loss": "Mean over the validation tokens that the loss counts, nats per token.",
+    "eval/accuracy": "Share of these tokens whose logit is the highest.",
     "eval/bits_per_byte": "Bits per byte of the validation text.",
     "eval/seconds": "Wall time of the evaluation without compilation.",
     "perf/step_time_seconds": "Wall time per step; compilation, evaluation and saving excluded.",
@@ -38,4 +44,4 @@ DESCRIPTIONS = {
 
 def describe(name: str) -> str:
     """The description of a logged name, "" for those of layers."""
-    return DESCRIPTIONS.get(name, "")
+    return DESCRIPTIONS.get(re.sub(r"^(data/.*_)\d+$", r"\1N", name), "")

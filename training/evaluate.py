@@ -66,7 +66,7 @@ class Evaluator:
             self._step = self._jitted.lower(params, self._empty_carry(), batch).compile()
 
     def __call__(self, params: Any, between: Callable[[], None]) -> dict[str, float]:
-        """eval/loss (nats per token), eval/bits_per_byte, eval/seconds (without compilation).
+        """eval/loss (nats per token), /accuracy, /bits_per_byte, /seconds (without compilation).
 
         between: called before each batch, and twice a second while one is waited for.
 

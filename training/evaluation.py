@@ -58,7 +58,10 @@ def evaluate(config: ConfigDict, workdir: str, source: str, log: Log) -> dict[st
         values = evaluator(params, lambda: None)
     finally:
         loader.close()
-    log(f"loss {values['eval/loss']:.4f}  bits/byte {values['eval/bits_per_byte']:.4f}")
+    log(
+        f"loss {values['eval/loss']:.4f}  bits/byte {values['eval/bits_per_byte']:.4f}  "
+        f"accuracy {values['eval/accuracy']:.4f}"
+    )
     if evaluator.gzip:
         bits, size = evaluator.gzip
         log(f"gzip -9 on the same {size:,} bytes: {bits:.4f} bits/byte")

@@ -139,5 +139,6 @@ def _eval_text(values: dict[str, float]) -> str:
     return (
         f"validation loss {values['eval/loss']:.4f}  "
         f"bits/byte {values['eval/bits_per_byte']:.4f}  "
+        f"accuracy {values['eval/accuracy']:.4f}  "
         f"({values['eval/seconds']:.1f} s)"
     )

@@ -204,9 +204,11 @@ def eval_values(sums: list[dict[str, jax.Array]]) -> dict[str, float]:
     """One loss over all batches: sums over one global count, added up in float64 on the host."""
     host = jax.device_get(sums)
     nll = math.fsum(float(s["nll"]) for s in host)
+    correct = math.fsum(float(s["correct"]) for s in host)
     weight = math.fsum(float(s["weight"]) for s in host)
     count = sum(int(s["bytes"]) for s in host)
     return {
         "eval/loss": nll / max(weight, 1.0),
+        "eval/accuracy": correct / max(weight, 1.0),
         "eval/bits_per_byte": nll / math.log(2.0) / max(count, 1),
     }

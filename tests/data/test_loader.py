@@ -38,11 +38,11 @@ def test_batches_lie_on_the_mesh(config, shape, windows):
     """Sharded as said, and whatever the mesh the same as the host's own rows."""
     mesh = make_mesh(*shape)
     with loader(config, mesh=mesh, windows=windows) as placed:
-        corpus = placed._corpus
+        mixture = placed._mixture
         start = np.asarray([Record().to_ints()] * 4)
         made = iter(
             Batches(
-                corpus,
+                mixture,
                 config,
                 rows=list(range(4)),
                 records=start,
@@ -55,9 +55,9 @@ def test_batches_lie_on_the_mesh(config, shape, windows):
             batch, expected = next(placed), next(made).batch
             assert plain(batch) == plain(expected)
             for name, field in batch._asdict().items():
-                spec = PartitionSpec(None, ("data", "fsdp"), "context")
+                spec = PartitionSpec(None, ("data", "fsdp", "expert"), "context")
                 if name == "continues":
-                    spec = PartitionSpec(None, ("data", "fsdp"))
+                    spec = PartitionSpec(None, ("data", "fsdp", "expert"))
                 else:
                     assert field.shape == (windows, 4, 64)
                 assert field.sharding.spec == spec
@@ -166,7 +166,7 @@ def test_evaluation_is_the_same_every_time(config):
     assert [plain(batch) for batch in other_seed] == first
     limited = loader(config, "eval", max_batches=2)
     assert [plain(batch) for batch in limited] == first[:2]
-    held_out = sum(len(source.source[i].text) + 2 for i in range(len(source.source)))
+    held_out = sum(len(source.sources[0][i].text) + 2 for i in range(len(source.sources[0])))
     assert sum(np.count_nonzero(batch["segment_ids"]) for batch in first) == held_out
     assert np.any(np.asarray(first[-1]["segment_ids"])[..., -1] == 0)
     for batch in first:
@@ -202,7 +202,7 @@ def test_evaluation_of_an_end_read_in_parts_is_that_of_one_read_whole(tmp_path, 
         monkeypatch.setattr(reader, "LONG_BYTES", mapped)
         with loader(config, "eval") as source:
             assert isinstance(
-                source.source[0].text, bytes if mapped == len(text) else reader.FileText
+                source.sources[0][0].text, bytes if mapped == len(text) else reader.FileText
             )
             made.append([[plain(batch), source.state()] for batch in source])
             source.restore(made[0][20][1])
@@ -214,7 +214,9 @@ def test_training_ends_with_its_epochs(config):
     """All tokens of two epochs, then the end, again and again; without epochs no end."""
     source = loader(change(config, epochs=2))
     tokens = sum(int(np.count_nonzero(batch.segment_ids)) for batch in source)
-    assert tokens == 2 * sum(len(source.source[i].text) + 2 for i in range(len(source.source)))
+    assert tokens == 2 * sum(
+        len(source.sources[0][i].text) + 2 for i in range(len(source.sources[0]))
+    )
     with pytest.raises(StopIteration):
         next(source)
     with loader(config) as endless:
@@ -274,10 +276,10 @@ def test_many_broken_documents_are_reported_when_first_seen(tmp_path, broken, an
 
 def test_the_epoch_is_counted(config):
     with loader(change(config, epochs=2)) as source:
-        assert source.epoch() == 0
-        epochs = [source.epoch() for _ in source]
+        assert source.progress() == {"learning/epoch": 0}
+        epochs = [source.progress()["learning/epoch"] for _ in source]
     assert epochs == sorted(epochs)
-    assert source.epoch() == 2
+    assert source.progress() == {"learning/epoch": 2}
 
 
 def test_a_wait_for_data_has_a_limit(config, monkeypatch):
@@ -424,7 +426,7 @@ def test_a_loader_can_start_ahead(config, monkeypatch):
         (
             (2, 2, 1),
             {"global_batch_size": 6},
-            "config.data.global_batch_size=6: needs a multiple of mesh.data * mesh.fsdp",
+            "config.data.global_batch_size=6: needs a multiple of mesh.data * fsdp * expert",
         ),
         ((1, 1, 4), {"sequence_length": 66}, "config.data.sequence_length=66: needs a multiple of"),
         ((2, 1, 1), {"global_batch_size": 1}, "= 2, such as 2"),

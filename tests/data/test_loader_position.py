@@ -52,8 +52,8 @@ if __name__ == "__main__":
     from data.loader import make_loader
     from data.options import DataConfig
     given = json.load(sys.stdin)
-    mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1, 1),
-                ("data", "fsdp", "context", "tensor"))
+    mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1, 1, 1),
+                ("data", "fsdp", "expert", "context", "tensor"))
     for options, state, count in given:
         loader = make_loader(DataConfig(**options), split="train", mesh=mesh, seed=7, windows=2,
                              positions=True)
@@ -159,7 +159,7 @@ def test_going_on_with_other_rows_loses_nothing(config):
     """Every token of the epoch once, through three numbers of rows and a restart in between."""
     config = change(config, epochs=1, on_data_change="continue")
     with loader(config) as source:
-        expected = sum(len(source.source[i].text) + 2 for i in range(len(source.source)))
+        expected = sum(len(source.sources[0][i].text) + 2 for i in range(len(source.sources[0])))
         made = take(source, 6)
         state = source.state()
     with loader(change(config, global_batch_size=2)) as source:
@@ -179,10 +179,10 @@ def test_going_on_with_other_rows_loses_nothing(config):
         assert source.restore(state)
         made += [plain(batch) for batch in source]
         assert source.counts()["tokens"] == expected
-        assert source.counts()["documents"] == len(source.source)
+        assert source.counts()["documents"] == len(source.sources[0])
     assert sum(np.count_nonzero(batch["segment_ids"]) for batch in made) == expected
     ends = sum(np.count_nonzero(np.asarray(batch["tokens"]) == 257) for batch in made)
-    assert ends == len(source.source)
+    assert ends == len(source.sources[0])
 
 
 def test_going_on_with_other_documents_starts_them(config):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from data import assignment, stream
 from data.assignment import DocumentAssigner, SavedAssignment
+from data.mixture import Mixture
 from data.options import DataConfig
 from data.packing import Record
 from data.pipeline import Batches, HostBatch, count_batches, shared_out
@@ -27,7 +28,13 @@ def make(shared: Corpus, packing="stream", *, rows, records, windows=1, bins=3) 
     config = DataConfig(packing=packing, packing_bins=bins)
     made = []
     for batch in Batches(
-        shared, config, rows=rows, records=records, windows=windows, workers=0, positions=True
+        Mixture((shared,)),
+        config,
+        rows=rows,
+        records=records,
+        windows=windows,
+        workers=0,
+        positions=True,
     ):
         if not batch.live:
             return made
@@ -71,7 +78,7 @@ def test_streams_hold_every_token_once_in_order(
     rows = hosts * rows_a_host
     shared = corpus(lengths, rows=rows, sequence_length=length, epochs=epochs, seed=seed)
     config = DataConfig(packing="stream")
-    total = count_batches(shared, config, start(rows), windows=windows, limit=10**6)
+    total = count_batches(Mixture((shared,)), config, start(rows), windows=windows, limit=10**6)
     seen: Counter = Counter()
     longest = 0
     for host in range(hosts):
@@ -262,7 +269,7 @@ def test_documents_without_any_text_end_the_run():
     shared = corpus([0, -1, 0], rows=2, sequence_length=8, epochs=0)
     config = DataConfig()
     endless = Batches(
-        shared, config, rows=[0, 1], records=start(2), windows=1, workers=0
+        Mixture((shared,)), config, rows=[0, 1], records=start(2), windows=1, workers=0
     ).__iter__()
     with pytest.raises(ValueError, match=r"config\.data\.path: no text in any document of memory"):
         next(endless)

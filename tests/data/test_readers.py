@@ -6,7 +6,8 @@ import pytest
 
 from data.documents import open_source
 from data.options import DataConfig
-from data.readers.jsonl import text_of
+from data.readers.forms import TextForm
+from data.readers.jsonl import texts_of
 from tests.data.test_documents import texts
 
 
@@ -181,4 +182,4 @@ JSON = [
 
 @pytest.mark.parametrize(("line", "text"), JSON)
 def test_json_details(line, text):
-    assert text_of(line, "text") == text
+    assert texts_of(line, TextForm("text").texts) == [text]

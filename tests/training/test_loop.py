@@ -57,7 +57,7 @@ class Stub:
             error_ahead=lambda seconds: (True, self.error_ahead),
             ready=lambda seconds: self.stuck_after is None or self.left > self.stuck_after,
             more=lambda: self.left > 0,
-            epoch=lambda: 0.5,
+            progress=lambda: {"learning/epoch": 0.5},
             evaluate=self._evaluate,
             saver=saver,
             meter=meter,

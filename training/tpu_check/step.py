@@ -32,10 +32,10 @@ from training.tpu_check.values import KERNELS, packed_ids
 from training.tunables import place, tunables_of
 
 VOCABULARY = 500
-# A step in bfloat16 against one in float32: roundings of 2^-9 in every product of two layers and
-# back; gradients of small parameters are sums that cancel.
+# A step in bfloat16 against one in float32: rounding errors of 2^-9 in every product of two layers,
+# forward and backward; gradients of small parameters are sums that cancel.
 LOSS, GRADIENT, STATE = 1e-3, 3e-2, 3e-2
-MEMORY = 1.1  # the devices' peak over the compiler's
+MEMORY = 1.1  # largest ratio of the devices' peak to the compiler's
 
 
 def checked_config(ranks: int, small: bool) -> ConfigDict:
@@ -87,7 +87,7 @@ def _arguments(config: ConfigDict, abstract: tuple, model: ModelConfig, mesh: Me
 
 
 def _state(shapes: TrainState, model: ModelConfig) -> TrainState:
-    """The state before the first step: all zeros but the parameters, which the host draws."""
+    """The state before the first step: all zeros except the parameters, drawn on the host."""
     with jax.default_device(jax.devices("cpu")[0]):
         params = jax.jit(functools.partial(init_params, model))(jax.random.key(0))
     placed = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, shapes.params)
@@ -161,8 +161,7 @@ def _numbers(result: tuple[TrainState, dict[str, Any]]) -> dict[str, np.ndarray]
 
 
 def _largest(errors: dict[str, float], group: str) -> tuple[float, str]:
-    """(error, name) of the worst array whose name begins like this; one that is not a number is the
-    worst of all."""
+    """(error, name) of the worst array whose name has this prefix; NaN is the worst error."""
     found = [
         (math.inf if math.isnan(e) else e, n) for n, e in errors.items() if n.startswith(group)
     ]
@@ -192,13 +191,13 @@ def judge_large(site: Site, programs: list[Program]) -> Outcome:
     return Outcome.of(
         0 < peak + reserved <= MEMORY * predicted,
         f"peak {(peak + reserved) / 1e9:.3f} GB ({reserved / 1e9:.3f} reserved), compiled "
-        f"{predicted / 1e9:.3f}; {measured}, estimated {built_in} by built-in speeds, "
-        f"{calibrated} by measured ones",
+        f"{predicted / 1e9:.3f}; {measured}, estimated {built_in} with built-in speeds, "
+        f"{calibrated} with measured ones",
     )
 
 
 def _step_seconds(site: Site, program: Program) -> float:
-    """Median over steps, each from the state of the one before (it is given up)."""
+    """Median over steps, each from the state of the previous one, which is donated."""
     state, *others = program.arguments
     times = []
     for _ in range(2 if site.small else 8):
