@@ -5,7 +5,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -127,6 +127,47 @@ def load_params(
     return LoadedParams(
         params, models[-1], restored.metadata, restored.step, str(manager.directory)
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredParams:
+    """Parameters of a run's newest whole checkpoint, which are read one at a time."""
+
+    model: ModelConfig
+    metadata: Metadata
+    step: int
+    directory: str
+    manager: Manager
+    shapes: Mapping[str, jax.ShapeDtypeStruct]
+
+    def read(self, path: str) -> jax.Array:
+        """The parameter of this path ("blocks/0/mixer/q").
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        name = f"params/{path}"
+        restored = self.manager.restore(self.step, lambda metadata: {name: self.shapes[name]})
+        return restored.arrays[name]
+
+
+def stored_params(folder: str, mesh: Mesh, log: Log = print) -> StoredParams:
+    """As `load_params`, but only the smallest parameter is read yet."""
+    shapes: dict[str, jax.ShapeDtypeStruct] = {}
+    models: list[ModelConfig] = []
+
+    def target(metadata: Metadata) -> dict[str, jax.ShapeDtypeStruct]:
+        model = model_config(saved_config(metadata), metadata["vocab_size"])
+        models.append(model)
+        shapes.update(flatten({"params": _param_shapes(model, mesh)}))
+        return {"params/final_norm": shapes["params/final_norm"]}
+
+    manager = _reader(folder, log)
+    found = manager.restore_latest(target, "stop")
+    if found is None:
+        raise CheckpointError(f"{folder}: there is no checkpoint in {manager.directory}")
+    directory = str(manager.directory)
+    return StoredParams(models[-1], found.metadata, found.step, directory, manager, shapes)
 
 
 def _param_shapes(model: ModelConfig, mesh: Mesh) -> Any:
