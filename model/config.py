@@ -177,6 +177,11 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
         )
 
     @property
+    def layer_names(self) -> tuple[tuple[str, str], ...]:
+        """(mixer, feed-forward layer) of every layer, in order."""
+        return tuple((self.mixers[position], self.ffns[position]) for position, _ in self.places)
+
+    @property
     def layers(self) -> int:
         return len(self.places)
 

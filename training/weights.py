@@ -77,12 +77,17 @@ def write_folder(
 
 
 def read_folder(
-    folder: str, mesh: Mesh, options: Mapping[str, object] | None = None
+    folder: str,
+    mesh: Mesh,
+    options: Mapping[str, object] | None = None,
+    like: ModelConfig | None = None,
 ) -> tuple[Arrays, ModelConfig]:
     """The parameters of a folder, float32 and placed on the mesh, and their model.
 
     Args:
         options: of `ModelConfig`, which override config.json or add to it.
+        like: its division of layers into prefix, pattern and suffix is used if the folder's model
+            has the same layers; otherwise the one with the fewest positions.
 
     Raises:
         WeightsError: files are missing or damaged, or tensors are missing, unknown or have the
@@ -90,6 +95,9 @@ def read_folder(
         ConvertError: config.json describes an unsupported model.
     """
     fmt, cfg = _read_config(folder, options or {})
+    if like is not None and like.layer_names == cfg.layer_names:
+        names = ("prefix", "pattern", "suffix", "num_repeats", "ffn")
+        cfg = dataclasses.replace(cfg, **{name: getattr(like, name) for name in names})
     check_mesh(cfg, mesh.shape)
     reader = Reader(folder)
     table = list(tensors(fmt, cfg))
@@ -97,7 +105,7 @@ def read_folder(
     _check(reader, table, {name: spec.shape for name, spec in specs.items()})
     _check_zeros(reader, zero_tensors(fmt, cfg), {t.name for t in table})
     by_path = {
-        path: {tensor.repeat: tensor for tensor in parts} for path, parts in _by_path(table).items()
+        path: {tensor.index: tensor for tensor in parts} for path, parts in _by_path(table).items()
     }
     arrays = {
         path: jax.make_array_from_callback(
@@ -119,8 +127,7 @@ def _by_path(table: Iterable[Tensor]) -> dict[str, list[Tensor]]:
 def _write_parts(writer: Writer, array: np.ndarray, parts: Sequence[Tensor]) -> None:
     """Writes all tensors that one parameter holds."""
     for tensor in parts:
-        part = array if tensor.repeat is None else array[tensor.repeat]
-        writer.add(tensor.name, tensor.layout.theirs(part))
+        writer.add(tensor.name, tensor.layout.theirs(array[tensor.index]))
 
 
 def is_folder_of_weights(folder: str) -> bool:
@@ -133,20 +140,19 @@ class _Parts:
     """Callback of `jax.make_array_from_callback`: reads one device's part of a parameter."""
 
     reader: Reader
-    by_repeat: dict[int | None, Tensor]
+    by_index: dict[tuple[int, ...], Tensor]
     shape: tuple[int, ...]
 
     def __call__(self, index: tuple[slice, ...] | None) -> np.ndarray:
-        index = index or ()
-        if None in self.by_repeat:
-            return self._layer(None, self.shape)[index]
-        repeats = range(*index[0].indices(self.shape[0]))
-        return np.stack([self._layer(i, self.shape[1:])[index[1:]] for i in repeats])
+        return self._read((), index or tuple(slice(None) for _ in self.shape))
 
-    def _layer(self, repeat: int | None, shape: tuple[int, ...]) -> np.ndarray:
-        tensor = self.by_repeat[repeat]
-        array = self.reader.read(tensor.name).astype(np.float32)
-        return tensor.layout.ours(array, shape)
+    def _read(self, leading: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+        """What `index` selects after the leading axes."""
+        if (tensor := self.by_index.get(leading)) is not None:
+            array = self.reader.read(tensor.name).astype(np.float32)
+            return tensor.layout.ours(array, self.shape[len(leading) :])[index]
+        numbers = range(*index[0].indices(self.shape[len(leading)]))
+        return np.stack([self._read((*leading, number), index[1:]) for number in numbers])
 
 
 def _read_config(folder: str, options: Mapping[str, object]) -> tuple[Format, ModelConfig]:
@@ -165,7 +171,7 @@ def _read_config(folder: str, options: Mapping[str, object]) -> tuple[Format, Mo
 
 
 def _their_shape(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    shape = shape if tensor.repeat is None else shape[1:]
+    shape = shape[len(tensor.index) :]
     # A broadcast zero has the shape but takes no memory.
     return tensor.layout.theirs(np.broadcast_to(np.float32(0), shape)).shape
 
