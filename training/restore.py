@@ -5,7 +5,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -138,7 +138,7 @@ class StoredParams:
     step: int
     directory: str
     manager: Manager
-    shapes: Mapping[str, jax.ShapeDtypeStruct]
+    shapes: dict[str, jax.ShapeDtypeStruct]
 
     def read(self, path: str) -> jax.Array:
         """The parameter of this path ("blocks/0/mixer/q").
@@ -147,7 +147,7 @@ class StoredParams:
             CheckpointError: it cannot be read.
         """
         name = f"params/{path}"
-        restored = self.manager.restore(self.step, lambda metadata: {name: self.shapes[name]})
+        restored = self.manager.restore(self.step, lambda metadata: self.shapes, (name,))
         return restored.arrays[name]
 
 
@@ -160,10 +160,10 @@ def stored_params(folder: str, mesh: Mesh, log: Log = print) -> StoredParams:
         model = model_config(saved_config(metadata), metadata["vocab_size"])
         models.append(model)
         shapes.update(flatten({"params": _param_shapes(model, mesh)}))
-        return {"params/final_norm": shapes["params/final_norm"]}
+        return shapes
 
     manager = _reader(folder, log)
-    found = manager.restore_latest(target, "stop")
+    found = manager.restore_latest(target, "stop", ("params/final_norm",))
     if found is None:
         raise CheckpointError(f"{folder}: there is no checkpoint in {manager.directory}")
     directory = str(manager.directory)
