@@ -21,10 +21,10 @@ import time
 import jax
 import numpy as np
 
-from model.axes import MESH_AXES
 from model.config import ModelConfig
 from model.generate import Generator, Sampling
 from model.params import init_params
+from training.mesh import arrange
 
 KDA = ModelConfig(
     vocab_size=258,
@@ -67,8 +67,7 @@ def main() -> None:
 @functools.cache
 def make_generator(cfg: ModelConfig, memory: int) -> Generator:
     """A generator with random parameters."""
-    types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-    mesh = jax.make_mesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=types)
+    mesh = arrange({}, jax.devices()[:1])
     params = jax.jit(lambda key: init_params(cfg, key))(jax.random.key(0))
     return Generator(params, cfg, mesh, attention_memory=memory)
 

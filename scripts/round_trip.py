@@ -113,13 +113,12 @@ def compare(exported: str, tokens: str, theirs: str) -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    from model.axes import MESH_AXES
     from model.decoder import forward, init_carry
     from model.loss import logits
+    from training.mesh import arrange
     from training.weights import read_folder
 
-    types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-    mesh = jax.make_mesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=types)
+    mesh = arrange({}, jax.devices()[:1])
     params, cfg = read_folder(exported, mesh, {"compute_dtype": "float32"})
     ids = jnp.asarray(np.load(tokens), jnp.int32)
     start, carry = jnp.zeros(len(ids), bool), init_carry(cfg, len(ids))
