@@ -31,7 +31,7 @@ TOKENS = (2, 96)  # rows and tokens whose logits are compared
 def main() -> None:
     """Runs all steps."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", default="/tmp/round_trip", help="removed and made anew")
+    parser.add_argument("--folder", default="/tmp/round_trip", help="a new folder")
     parser.add_argument("--config", default="configs/smoke.py")
     parser.add_argument("--steps", type=int, default=4)
     flags, options = parser.parse_known_args()
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def call(*command: str) -> str:
-    """Runs a Python script of ours, prints it and its output, and returns the output."""
+    """Runs a Python script of this project, prints it and its output, and returns the output."""
     print("$ python " + shlex.join(command), flush=True)
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False
