@@ -40,7 +40,7 @@ class Prefetcher[T]:
             return self._changed.wait_for(lambda: bool(self._made), timeout)
 
     def error_within(self, items: int, timeout: float) -> tuple[bool, BaseException | None]:
-        """Waits, at most so many seconds, for the next items (at most `ahead`).
+        """Waits up to `timeout` seconds for the next items (at most `ahead`).
 
         Returns (whether they, or an error among them, are there; that error).
         """
@@ -52,7 +52,7 @@ class Prefetcher[T]:
             return bool(known), error
 
     def _error(self) -> BaseException | None:
-        """What ended the thread, if that is so: always the last of what it made."""
+        """The error that ended the thread, if any; it is always the last item."""
         last = self._made[-1] if self._made else None
         return last if isinstance(last, BaseException) else None
 

@@ -1,12 +1,12 @@
-"""Muon for matrices that are kept in pieces: each is orthogonalised whole, on one rank.
+"""Muon for sharded matrices: each matrix is orthogonalised as a whole, on one rank.
 
-Gradients and momenta are sharded as the parameters are, and Newton-Schulz needs whole matrices.
-Matrices of one shape and placement are stacked, padded to a multiple of the ranks, exchanged so
+Gradients and momenta are sharded like the parameters, but Newton-Schulz needs whole matrices.
+Matrices of the same shape and sharding are stacked, padded to a multiple of the ranks, exchanged so
 that each rank holds some of them whole, orthogonalised there, and exchanged back. A rank sends and
-receives its own share of the momenta twice; gathering would bring all of them to every rank, and
+receives its own share of the momenta twice. Gathering would send all of them to every rank, and
 every rank would repeat all products.
 
-The state is that of `optax.contrib.scale_by_muon`, so checkpoints keep their names.
+The state is that of `optax.contrib.scale_by_muon`, so the names in checkpoints are the same.
 """
 
 import collections
@@ -24,15 +24,15 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's quintic, for five steps
 _STEPS = 5
 _EPS = 1e-8
 
-Placements = dict[str, NamedSharding]  # by the parameter's path, as `jax.tree_util.keystr` says it
+Placements = dict[str, NamedSharding]  # by the parameter's path, in the form of `keystr`
 
 
 def scale_by_muon(beta: float, shardings: Any) -> optax.GradientTransformation:
     """Nesterov momentum, bias-corrected, then the nearest (semi-)orthogonal matrix.
 
     Args:
-        shardings: tree of `NamedSharding` of all parameters, those of other rules included. The
-            parameters given to the update are stacks of matrices [R, I, O] or, for experts,
+        shardings: tree of `NamedSharding` of all parameters, including those of other rules. The
+            parameters passed to the update are stacks of matrices [R, I, O] or, for experts,
             [R, E, I, O].
     """
     placements = {
@@ -57,7 +57,7 @@ def scale_by_muon(beta: float, shardings: Any) -> optax.GradientTransformation:
 
 
 def scale_by_size(factor: float) -> optax.GradientTransformation:
-    """An orthogonal [I, O] times factor * sqrt(max(I, O)) has a root mean square of `factor`."""
+    """Scales an orthogonal [I, O] by factor * sqrt(max(I, O)), to an RMS of `factor`."""
 
     def update(updates, params=None):
         return jax.tree.map(lambda x: math.sqrt(max(x.shape[-2:])) * factor * x, updates)
@@ -85,9 +85,9 @@ def _orthogonalise(tree: Any, coefficients: jax.Array, placements: Placements) -
 
 
 def _share(spec: PartitionSpec, coefficients: jax.Array, stacks: list[jax.Array]):
-    """One rank's pieces of stacks of one shape -> the same pieces, orthogonalised.
+    """One rank's shards of stacks of one shape -> the same shards, orthogonalised.
 
-    Axes that divide the matrices of a stack among ranks, not each matrix, exchange nothing.
+    Nothing is exchanged along axes that shard only the stack of matrices, not each matrix.
     """
     shapes, (inputs, outputs) = [stack.shape for stack in stacks], spec[-2:]
     exchanges = [(dimension, axes) for dimension, axes in ((1, inputs), (2, outputs)) if axes]

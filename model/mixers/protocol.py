@@ -1,6 +1,6 @@
-"""What a mixer is: its parameters, carry, forward, FLOPs, and the metrics that it reports.
+"""The protocol of a mixer: its parameters, carry, forward, FLOPs, and metrics.
 
-Each is a module in this package; registry.py has its one line.
+Each mixer is a module in this package, with one line in registry.py.
 
 Axes: B row, T token, D residual width.
 """
@@ -14,15 +14,15 @@ from kernels.segments import Segments
 from model.axes import Arrays, MeshNeed, Specs, Tree
 from model.config import ModelConfig
 
-# By name, float32: scalars, or [ranks, ...], a share of each token rank; added after the loop.
+# By name, float32: scalars, or [ranks, ...] with one contribution per token rank, summed later.
 Metrics = dict[str, jax.Array]
 
 
 class RowPlan(NamedTuple):
-    """What a batch's rows mean for every layer; depends on the ids and flags alone.
+    """Metadata of a batch's rows for all layers; depends only on the ids and flags.
 
-    segments: see kernels.segments. continues: [B] bool, the row's first segment continues from the
-    carry. has_tokens: [B] bool, the row is not all padding.
+    segments: see kernels.segments. continues: [B] bool, whether the row's first segment continues
+    from the carry. has_tokens: [B] bool, whether the row is not all padding.
     """
 
     segments: Segments
@@ -34,13 +34,13 @@ class Mixer(Protocol):
     """A layer that mixes tokens of a segment; a module with these functions and this constant."""
 
     READS_POSITIONS: bool
-    """Whether `forward` needs each token's place in its document."""
+    """Whether `forward` needs each token's position in its document."""
 
     def param_specs(self, cfg: ModelConfig) -> Specs:
         """The parameters of one layer, by name."""
 
     def init_carry(self, cfg: ModelConfig, rows: int) -> Arrays:
-        """The carry of one layer and `rows` streams before their first token; {}: none."""
+        """The carry of one layer for `rows` streams before their first token; {}: none."""
 
     def carry_specs(self, cfg: ModelConfig) -> Tree:
         """Tree of `PartitionSpec` of the same structure."""
@@ -59,25 +59,26 @@ class Mixer(Protocol):
 
         Args:
             params: matrices in the compute dtype, gathered over fsdp and context; the others
-                float32, as one copy a token rank [ranks, ...], divided over `TOKENS`.
-            carry: arrays that the context axis does not divide as one copy a rank, [P, ...].
-            entry: None, or what this function returned for the same arguments: what messages
-                brought to each context rank [P, ...]. None are then sent; see layer_loop.py.
+                float32, as one copy per token rank [ranks, ...], sharded over `TOKENS`.
+            carry: arrays that are not sharded over the context axis come as one copy per rank,
+                [P, ...].
+            entry: None, or what this function returned for the same arguments: the messages that
+                each context rank received, [P, ...]. Then none are sent; see layer_loop.py.
 
         Returns:
-            ends: what `new_carry` needs, of the carry's structure; in place of copies one share a
-                context rank [P, ...], which are added after the loop over layers.
+            ends: the input of `new_carry`, in the carry's structure; instead of copies, one
+                contribution per context rank [P, ...], summed after the loop over layers.
         """
 
     def new_carry(self, cfg: ModelConfig, plan: RowPlan, carry: Arrays, ends: Arrays) -> Arrays:
-        """The carry after a batch from that before it and `ends`, summed over ranks; both are
+        """The carry after a batch, from the carry before it and `ends` summed over ranks; both are
         stacked over repeats, [R, ...]."""
 
     def flops_per_token(self, cfg: ModelConfig) -> float:
-        """Forward FLOPs of one layer a token, but for what grows with the number of keys seen."""
+        """Forward FLOPs of one layer per token, except those that grow with the keys seen."""
 
     def flops_per_key(self, cfg: ModelConfig) -> float:
-        """Forward FLOPs of one layer a token and key seen."""
+        """Forward FLOPs of one layer per token and key seen."""
 
     def mesh_needs(self, cfg: ModelConfig) -> list[MeshNeed]:
         """Sizes that mesh axes must divide."""

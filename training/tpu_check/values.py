@@ -22,14 +22,14 @@ from training.tpu_check.outcome import Outcome
 from training.tpu_check.site import Layout, Program, Site
 
 KERNELS = "mosaic_tpu"  # runs or raises: a check never falls back to another form
-REPEATS = 10  # calls that must give the same bits: a race between devices would show
+REPEATS = 10  # calls whose results must be bit-identical, which a race between devices would break
 TOKENS, WHOLE = P(None, None, "context"), P()
 
 
 def worst(errors: dict[str, float], limits: dict[str, float]) -> tuple[bool, str]:
-    """Whether all errors are within their limits, and the output's and the largest ones in words.
+    """Whether all errors are within their limits, and a text with the output's and the largest.
 
-    An error that is not a number is not within any limit.
+    NaN is not within any limit.
     """
     share = {name: errors[name] / limits[name] for name in errors}
     share = {name: math.inf if math.isnan(x) else x for name, x in share.items()}
@@ -41,8 +41,8 @@ def worst(errors: dict[str, float], limits: dict[str, float]) -> tuple[bool, str
 
 
 def packed_ids(rows: int, length: int) -> np.ndarray:
-    """[B, T] int32: pieces of one token to a sixth of the row. Every fourth one is padding, between
-    two segments or inside one."""
+    """[B, T] int32: pieces of one token to a sixth of the row. Every fourth piece is padding,
+    between two segments or inside one."""
     random = np.random.default_rng(length)
     ids = np.zeros((rows, length), np.int32)
     for row in ids:
@@ -60,33 +60,34 @@ def packed_ids(rows: int, length: int) -> np.ndarray:
 
 @functools.cache
 def kda_case(name: str, ranks: int, small: bool) -> kda_cases.Case:
-    """dense: one segment, given start and final state. packed: every segment's states; some start
-    from given ones. float32: the precise products, the other gate, and residuals saved."""
-    channels, heads, tokens = (32, 2, 64) if small else (128, 4, 256)
+    """A call by name.
+
+    dense: bfloat16, one segment, given start and final state. packed: bfloat16, start states of
+    some segments, final ones of all. softplus, bounded: float32, with the gate's parameters, whose
+    gradients are sums that cancel, and residuals rebuilt or saved.
+    """
+    channels, heads, tokens = (64, 2, 64) if small else (128, 4, 256)
     sizes = {"keys": channels, "values": channels, "heads": heads}
     rows = 1 if small else 2
-    if name == "packed":
-        ids = packed_ids(rows, ranks * tokens)
-        return kda_cases.with_narrow_decay(
-            kda_cases.make_case(
-                ids, **sizes, dtype="bfloat16", gate="softplus", slots=2, start=True,
-                final="all", max_segments=int(max(len(np.unique(row)) for row in ids)),
-            )
-        )  # fmt: skip
     ids = np.ones((rows, ranks * tokens), np.int32)
-    if name == "float32":
+    if name in ("softplus", "bounded"):
+        policy = "remat" if name == "softplus" else "save"
         return kda_cases.make_case(
-            ids, **sizes, gate="bounded", slots=1, final="last", state_policy="save"
+            ids, **sizes, gate=name, slots=1, final="last", state_policy=policy
         )
-    return kda_cases.with_narrow_decay(
-        kda_cases.make_case(
-            ids, **sizes, dtype="bfloat16", gate="softplus", slots=1, final="last"
-        )
-    )  # fmt: skip
+    if name == "dense":
+        case = kda_cases.make_case(ids, **sizes, dtype="bfloat16", slots=1, final="last")
+    else:
+        ids = packed_ids(rows, ranks * tokens)
+        case = kda_cases.make_case(
+            ids, **sizes, dtype="bfloat16", slots=2, start=True, final="all",
+            max_segments=int(ids.max()),
+        )  # fmt: skip
+    return kda_cases.with_narrow_decay(case)
 
 
 def kda_programs(name: str, layout: Layout, site: Site) -> list[Program]:
-    """Value and gradients of a case, its tokens divided over the context axis."""
+    """Values and gradients of a case, with tokens split over the context axis."""
     mesh = site.mesh(layout)
     case = kda_case(name, mesh.shape["context"], site.small)
     call = kda_cases.call_of(
@@ -108,33 +109,33 @@ def _kda_oracle(name: str, ranks: int, small: bool) -> kda_cases.Result:
 
 
 def judge_kda(name: str, layout: Layout, site: Site, programs: list[Program]) -> Outcome:
-    """Against the float64 recurrence; on a TPU, calls must repeat their bits."""
+    """Compares with the float64 recurrence; on a TPU, repeated calls must be bit-identical."""
     found = kda_cases.numbers(*site.run(programs[0]))
     reference = _kda_oracle(name, site.mesh(layout).shape["context"], site.small)
-    bounds = KDA_BOUNDS_FLOAT32 if name == "float32" else KDA_BOUNDS_BFLOAT16
+    bounds = KDA_BOUNDS_BFLOAT16 if name in ("dense", "packed") else KDA_BOUNDS_FLOAT32
     errors = kda_cases.errors(found, reference)
     passed, text = worst(errors, kda_cases.limits(errors, bounds))
     return _repeated(site, programs[0], passed, text)
 
 
 def _repeated(site: Site, program: Program, passed: bool, text: str) -> Outcome:
-    """The outcome, failed where further calls give other bits."""
-    if site.small:  # the interpreter looks for races itself
+    """The outcome, FAILED if further calls give other bits."""
+    if site.small:  # the interpreter detects races itself
         return Outcome.of(passed, text)
     first = jax.tree.map(np.asarray, site.run(program))
     for _ in range(REPEATS - 1):
         again = jax.tree.map(np.asarray, site.run(program))
         same = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), first, again)
         if not all(jax.tree.leaves(same)):
-            return Outcome.of(False, f"{text}; equal calls give different bits")
-    return Outcome.of(passed, f"{text}; {REPEATS} calls of equal bits")
+            return Outcome.of(False, f"{text}; repeated calls give different bits")
+    return Outcome.of(passed, f"{text}; {REPEATS} bit-identical calls")
 
 
 # --- the short convolution -----------------------------------------------------------------------
 
 
 def conv_case(ranks: int, small: bool):
-    """(ids, x, weight, tail, cotangents), in bfloat16 but for the weight."""
+    """(ids, x, weight, tail, cotangents), in bfloat16 except the weight."""
     rows, tokens, channels = (1, 32, 128) if small else (2, 256, 512)
     ids = packed_ids(rows, ranks * tokens)
     x, weight, tail, cotangents = conv_cases.example(ids, channels=channels)
@@ -143,7 +144,7 @@ def conv_case(ranks: int, small: bool):
 
 
 def conv_programs(layout: Layout, site: Site) -> list[Program]:
-    """Value and gradients of a convolution of four taps."""
+    """Values and gradients of a convolution with four taps."""
     mesh = site.mesh(layout)
     ids, x, weight, tail, (d_y, d_tail) = conv_case(mesh.shape["context"], site.small)
     tokens = P(None, "context")
@@ -159,7 +160,7 @@ def conv_programs(layout: Layout, site: Site) -> list[Program]:
 
 
 def judge_conv(layout: Layout, site: Site, programs: list[Program]) -> Outcome:
-    """Against float64 sums over taps."""
+    """Compares with float64 sums over taps."""
     ids, x, weight, tail, cotangents = conv_case(site.mesh(layout).shape["context"], site.small)
     wanted = conv_cases.oracle(x, weight, tail, ids, "silu", cotangents)
     names = (("out", "tail"), ("d_x", "d_weight", "d_tail"))
@@ -176,14 +177,14 @@ def judge_conv(layout: Layout, site: Site, programs: list[Program]) -> Outcome:
 
 
 def attention_case(ranks: int, small: bool) -> attention_cases.Case:
-    """Grouped keys, segments, and keys carried from the row before."""
+    """Grouped keys, segments, and keys carried from the previous row."""
     heads, size, tokens, memory = ((2, 1), 64, 128, 64) if small else ((4, 2), 128, 512, 256)
     ids = packed_ids(1 if small else 2, ranks * tokens)
     return attention_cases.Case(tuple(ids), heads, size, ranks * memory)
 
 
 def attention_programs(layout: Layout, site: Site) -> list[Program]:
-    """Value and gradients, keys carried."""
+    """Values and gradients, with carried keys."""
     mesh = site.mesh(layout)
     case = attention_case(mesh.shape["context"], site.small)
     arrays, valid = attention_cases.make_inputs(case, "bfloat16")
@@ -193,7 +194,7 @@ def attention_programs(layout: Layout, site: Site) -> list[Program]:
 
 
 def judge_attention(layout: Layout, site: Site, programs: list[Program]) -> Outcome:
-    """Against the whole matrix of scores in float64."""
+    """Compares with the full score matrix in float64."""
     case = attention_case(site.mesh(layout).shape["context"], site.small)
     out, gradients, _ = site.run(programs[0])
     exact, exact_gradients = attention_cases.oracle(case)
