@@ -15,6 +15,7 @@ import functools
 import os
 import pathlib
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -69,6 +70,7 @@ def main(flags: argparse.Namespace) -> None:
         print("\n".join(names))
         return
     mode = mode_of(flags)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the worker ends as well
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tpu_check_") as folder:
         start = functools.partial(start_worker, flags, mode, pathlib.Path(folder))
