@@ -14,6 +14,8 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def explain(error: Exception) -> TrainerError | None:
     """Converts an error to a TrainerError; None if its cause is not known."""
     if isinstance(error, TrainerError):
+        if "jax" in sys.modules and _from_xla(error):
+            peers.wait_for_cause()  # a save, or a look at a folder, that another process left
         return error
     if isinstance(error, BrokenPipeError):
         return _reader_closed()
@@ -33,6 +35,17 @@ def _reader_closed() -> RunError:
         "stdout: the reader closed the pipe; the steps saved before are untouched; "
         "the same command resumes, try it with > log.txt"
     )
+
+
+def _from_xla(error: BaseException | None) -> bool:
+    """Whether a failed collective led to the error."""
+    import jax
+
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _of_xla(error: Exception) -> RunError | None:

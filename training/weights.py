@@ -8,7 +8,7 @@ part of one parameter (reading).
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -36,7 +36,7 @@ class SpecialTokens:
 
 def write_folder(
     folder: str,
-    params: Mapping[str, object],
+    read: Callable[[str], jax.Array],
     cfg: ModelConfig,
     fmt: Format,
     special: SpecialTokens,
@@ -45,16 +45,17 @@ def write_folder(
     """Writes config.json, generation_config.json and the weights. Returns the number of tensors.
 
     Args:
-        params: as the model takes them, float32, on any mesh of this process. dtype: float32 or
-            bfloat16; tensors that the format keeps in float32 stay float32.
+        read: returns a parameter by its path ("blocks/0/mixer/q"), float32, on any mesh of this
+            process. It is called once a parameter, when the one before is no longer held.
+        dtype: float32 or bfloat16; tensors that the format keeps in float32 stay float32.
 
     Raises:
         ConvertError: the format cannot express this model.
     """
     config = fmt.config(cfg)
-    arrays: dict[str, jax.Array] = flatten(params)
     shapes: dict[str, tuple[int, ...]] = {n: s.shape for n, s in flatten(param_specs(cfg)).items()}
-    table = list(tensors(fmt, cfg))
+    by_path = _by_path(tensors(fmt, cfg))
+    table = [tensor for tensors in by_path.values() for tensor in tensors]
     zeros = zero_tensors(fmt, cfg)
     specs = [
         Spec(t.name, _their_shape(t, shapes[t.path]), FLOAT32 if t.float32 else dtype)
@@ -62,10 +63,8 @@ def write_folder(
     ]
     specs += [Spec(name, shape, FLOAT32) for name, shape in zeros.items()]
     with Writer(folder, specs) as writer:
-        for tensor in table:
-            array = arrays[tensor.path]
-            part = np.asarray(array if tensor.repeat is None else array[tensor.repeat])
-            writer.add(tensor.name, tensor.layout.theirs(part))
+        for path, parts in by_path.items():
+            _write_parts(writer, np.asarray(read(path)), parts)
         for name, shape in zeros.items():
             writer.add(name, np.zeros(shape, np.float32))
     ids = dataclasses.asdict(special)
@@ -78,12 +77,17 @@ def write_folder(
 
 
 def read_folder(
-    folder: str, mesh: Mesh, options: Mapping[str, object] | None = None
+    folder: str,
+    mesh: Mesh,
+    options: Mapping[str, object] | None = None,
+    like: ModelConfig | None = None,
 ) -> tuple[Arrays, ModelConfig]:
     """The parameters of a folder, float32 and placed on the mesh, and their model.
 
     Args:
         options: of `ModelConfig`, which override config.json or add to it.
+        like: its division of layers into prefix, pattern and suffix is used if the folder's model
+            has the same layers; otherwise the one with the fewest positions.
 
     Raises:
         WeightsError: files are missing or damaged, or tensors are missing, unknown or have the
@@ -91,15 +95,18 @@ def read_folder(
         ConvertError: config.json describes an unsupported model.
     """
     fmt, cfg = _read_config(folder, options or {})
+    if like is not None and like.layer_names == cfg.layer_names:
+        names = ("prefix", "pattern", "suffix", "num_repeats", "ffn")
+        cfg = dataclasses.replace(cfg, **{name: getattr(like, name) for name in names})
     check_mesh(cfg, mesh.shape)
     reader = Reader(folder)
     table = list(tensors(fmt, cfg))
     specs = flatten(param_specs(cfg))
     _check(reader, table, {name: spec.shape for name, spec in specs.items()})
     _check_zeros(reader, zero_tensors(fmt, cfg), {t.name for t in table})
-    by_path: dict[str, dict[int | None, Tensor]] = {}
-    for tensor in table:
-        by_path.setdefault(tensor.path, {})[tensor.repeat] = tensor
+    by_path = {
+        path: {tensor.index: tensor for tensor in parts} for path, parts in _by_path(table).items()
+    }
     arrays = {
         path: jax.make_array_from_callback(
             specs[path].shape, sharding, _Parts(reader, by_path[path], specs[path].shape)
@@ -107,6 +114,20 @@ def read_folder(
         for path, sharding in flatten(param_shardings(cfg, mesh)).items()
     }
     return unflatten(param_specs(cfg), arrays), cfg
+
+
+def _by_path(table: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+    """Tensors by the parameter that they are part of."""
+    found: dict[str, list[Tensor]] = {}
+    for tensor in table:
+        found.setdefault(tensor.path, []).append(tensor)
+    return found
+
+
+def _write_parts(writer: Writer, array: np.ndarray, parts: Sequence[Tensor]) -> None:
+    """Writes all tensors that one parameter holds."""
+    for tensor in parts:
+        writer.add(tensor.name, tensor.layout.theirs(array[tensor.index]))
 
 
 def is_folder_of_weights(folder: str) -> bool:
@@ -119,20 +140,19 @@ class _Parts:
     """Callback of `jax.make_array_from_callback`: reads one device's part of a parameter."""
 
     reader: Reader
-    by_repeat: dict[int | None, Tensor]
+    by_index: dict[tuple[int, ...], Tensor]
     shape: tuple[int, ...]
 
     def __call__(self, index: tuple[slice, ...] | None) -> np.ndarray:
-        index = index or ()
-        if None in self.by_repeat:
-            return self._layer(None, self.shape)[index]
-        repeats = range(*index[0].indices(self.shape[0]))
-        return np.stack([self._layer(i, self.shape[1:])[index[1:]] for i in repeats])
+        return self._read((), index or tuple(slice(None) for _ in self.shape))
 
-    def _layer(self, repeat: int | None, shape: tuple[int, ...]) -> np.ndarray:
-        tensor = self.by_repeat[repeat]
-        array = self.reader.read(tensor.name).astype(np.float32)
-        return tensor.layout.ours(array, shape)
+    def _read(self, leading: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+        """What `index` selects after the leading axes."""
+        if (tensor := self.by_index.get(leading)) is not None:
+            array = self.reader.read(tensor.name).astype(np.float32)
+            return tensor.layout.ours(array, self.shape[len(leading) :])[index]
+        numbers = range(*index[0].indices(self.shape[len(leading)]))
+        return np.stack([self._read((*leading, number), index[1:]) for number in numbers])
 
 
 def _read_config(folder: str, options: Mapping[str, object]) -> tuple[Format, ModelConfig]:
@@ -151,7 +171,7 @@ def _read_config(folder: str, options: Mapping[str, object]) -> tuple[Format, Mo
 
 
 def _their_shape(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    shape = shape if tensor.repeat is None else shape[1:]
+    shape = shape[len(tensor.index) :]
     # A broadcast zero has the shape but takes no memory.
     return tensor.layout.theirs(np.broadcast_to(np.float32(0), shape)).shape
 

@@ -27,9 +27,10 @@ pytestmark = pytest.mark.timeout(1200)  # each run has its own limit
 MESH = ["--config.mesh.context=4", "--config.eval.batches=2"]
 
 
-# What process 0 says while all is well.
+# What a process prints while all is well, XLA's alarm about slow compilation included.
 PROGRESS = re.compile(
-    r"step |.* parameters on |compiled in |compiling |resumed from |skipped |it/s|validation"
+    r"step |.* parameters on |compiled in |compiling |resumed from |skipped |validation"
+    r"|E\d{4} .*slow_operation_alarm|The operation took|\*{8}|\[Compiling|$"
 )
 
 
@@ -93,7 +94,7 @@ def kill(both: list[Running], victim: int) -> None:
     for _ in other._read():
         pass
     assert other.process.wait() == 1, other.text
-    assert time.monotonic() - began < 60, "a heartbeat's limit is 10 s, on a busy machine more"
+    assert time.monotonic() - began < 120, "8 to 13 s after the last heartbeat, alone and not"
     said = [line for line in other.lines if not PROGRESS.match(line)]
     assert len(said) == 1 and said[0].startswith(f"error: process {1 - victim}: "), other.text
     assert f"process {victim} " in said[0] and "the same command" in said[0], said

@@ -18,6 +18,7 @@ from model.decoder import forward, init_carry
 from model.loss import logits
 from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, worst_error
 from tests.tolerances import MODEL_FLOAT32
+from training.state import flatten
 from training.weights import SpecialTokens, write_folder
 
 PYTHON = os.environ.get("TRANSFORMERS_PYTHON", "")
@@ -33,14 +34,28 @@ HYBRID = dataclasses.replace(
     mla_rope_dim=6,
     mla_value_dim=10,
 )
+EXPERTS = dataclasses.replace(
+    HYBRID,
+    pattern="kda, mla",
+    ffn="swiglu, experts",
+    num_experts=6,
+    experts_per_token=3,
+    expert_d_ff=12,
+    shared_experts=2,
+    router_scale=1.7,
+)
 
 
 @pytest.mark.skipif(not PYTHON, reason="TRANSFORMERS_PYTHON names no Python with transformers")
-@pytest.mark.parametrize("cfg", [CFG, dataclasses.replace(CFG, tie_embeddings=True), HYBRID])
+@pytest.mark.parametrize(
+    "cfg", [CFG, dataclasses.replace(CFG, tie_embeddings=True), HYBRID, EXPERTS]
+)
 def test_transformers_has_our_logits(tmp_path, cfg):
     params = make_params(cfg)
     folder = str(tmp_path / "export")
-    write_folder(folder, params, cfg, FORMATS["kimi_linear"], SpecialTokens(59, 60))
+    write_folder(
+        folder, flatten(params).__getitem__, cfg, FORMATS["kimi_linear"], SpecialTokens(59, 60)
+    )
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 70))
     np.save(tmp_path / "tokens.npy", tokens)
     # This environment's OpenBLAS settings would slow down the other one's.

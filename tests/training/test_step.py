@@ -6,6 +6,7 @@ gradient that the trainer computed.
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,20 @@ import optax
 import pytest
 
 from data.batch import Batch
+from data.loader import make_loader
+from data.options import DataConfig
 from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, row
 from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
-from training.options import TrainOptions
+from training.options import OptimizerOptions, TrainOptions
 from training.report import eval_values
 from training.state import empty_carry, flatten, state_shapes
 from training.step import make_eval_step, make_train_step, make_votes
+from training.tunables import tunables_of
 
 SGD = optax.sgd(1.0)
+RATE_OF_ONE = OptimizerOptions(
+    learning_rate=1.0, min_lr_ratio=1.0, warmup_steps=0, schedule_steps=1
+)
 ONE = dataclasses.replace(KDA, num_repeats=1)
 PLAIN = TrainOptions()
 Z_LOSS = TrainOptions(z_loss=0.01)
@@ -41,7 +48,7 @@ def compile_fast():
 def stepper(cfg, options: TrainOptions, rows: int, **mesh_sizes):
     mesh = make_mesh(**mesh_sizes)
     shapes = state_shapes(cfg, mesh, SGD, rows, WINDOW)
-    step = make_train_step(options, cfg, mesh, SGD, optax.constant_schedule(1.0), shapes)
+    step = make_train_step(options, cfg, mesh, lambda _: SGD, shapes)
     return mesh, shapes, step
 
 
@@ -75,7 +82,8 @@ def run(cfg, batch: Batch, options=PLAIN, vote=0, state=None, params=None, **mes
     state = start(cfg, shapes, params) if state is None else state
     before = jax.device_get(flatten(state.params))
     batch = jax.tree.map(jnp.asarray, batch)
-    state, metrics = step(state, batch, make_votes(mesh)[vote])
+    tunables = tunables_of(RATE_OF_ONE, options.z_loss)
+    state, metrics = step(state, batch, make_votes(mesh)[vote], tunables)
     after = jax.device_get(flatten(state.params))
     return jax.device_get(metrics), {n: before[n] - after[n] for n in before}, state
 
@@ -115,10 +123,39 @@ def test_reported_numbers_are_what_they_say():
     metrics, gradient, _ = run(ONE, batch_of(UNEVEN), Z_LOSS)
     norm = np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in gradient.values()))
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=MODEL_FLOAT32)
-    # Three bytes a target: bits a byte follow from nats a token.
+    # Three bytes per target: bits per byte follow from nats per token.
     bits = metrics["loss"] / np.log(2) / 3
     np.testing.assert_allclose(metrics["bits_per_byte"], bits, rtol=MODEL_FLOAT32)
     assert metrics["learning_rate"] == 1.0 and metrics["finite"] and metrics["stop"] == 0
+    assert 0 <= metrics["accuracy"] <= 1
+
+
+def test_a_masked_token_changes_no_gradient(tmp_path):
+    """From JSONL to the gradient: with other targets where the prompt is, nothing changes."""
+    lines = [json.dumps({"prompt": "p" * n, "completion": "c" * (40 - n)}) for n in range(5, 35)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    config = DataConfig(
+        source="jsonl",
+        path=str(tmp_path),
+        eval_path=str(tmp_path),
+        loss_on="completion",
+        sequence_length=64,
+        global_batch_size=4,
+    )
+    with make_loader(config, split="train", mesh=make_mesh(), seed=0) as batches:
+        made = jax.device_get(next(batches))
+    batch = made._replace(tokens=made.tokens % VOCABULARY, targets=made.targets % VOCABULARY)
+    masked = batch.loss_weights == 0
+    assert 0.2 < masked.mean() < 0.8
+    others = np.where(masked, (batch.targets + 7) % VOCABULARY, batch.targets)
+    (metrics, gradient, _), (same, as_before, _), (different, changed, _) = (
+        run(ONE, batch._replace(targets=targets), Z_LOSS)
+        for targets in (batch.targets, others, (batch.targets + 7) % VOCABULARY)
+    )
+    assert {k: metrics[k] == same[k] for k in metrics} == dict.fromkeys(metrics, True)
+    assert all(np.array_equal(gradient[name], as_before[name]) for name in gradient)
+    assert metrics["loss"] != different["loss"]
+    assert any((gradient[name] != changed[name]).any() for name in gradient)
 
 
 def test_one_vote_to_stop_is_heard():
@@ -246,8 +283,9 @@ def test_evaluation_is_the_same_mean_over_all_batches():
     for part in parts:
         carry, numbers = step(params, carry, jax.tree.map(jnp.asarray, part))
         sums.append(numbers)
-    found = eval_values(sums)["eval/loss"]
-    np.testing.assert_allclose(found, run(ONE, joined)[0]["loss"], rtol=MODEL_FLOAT32)
+    found, expected = eval_values(sums), run(ONE, joined)[0]
+    for name in ("loss", "accuracy"):
+        np.testing.assert_allclose(found[f"eval/{name}"], expected[name], rtol=MODEL_FLOAT32)
 
 
 def test_attention_sees_so_many_keys():
