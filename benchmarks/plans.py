@@ -28,6 +28,7 @@ DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "measurements.md"
 TOPOLOGIES = {
     "smoke": "v6e:1x1",
     "kda_cp4": "v6e:2x2",
+    "ledger": "v6e:1x1",
     "experts": "v6e:1x2",
     "kda_400m": "v6e:2x2",
     "hybrid_400m": "v6e:4x4",

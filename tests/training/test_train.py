@@ -20,7 +20,8 @@ pytestmark = pytest.mark.timeout(1200)  # each run has its own limit
 
 # Logged only if the peak is known, the device reports its memory, or the option is set.
 SELDOM = {"perf/mfu", "memory/peak_bytes_per_device", "learning/z_loss"}
-NAMES = {name for name in DESCRIPTIONS if not name.startswith("eval/")} - SELDOM
+MIXTURE = {"data/share_N", "data/epoch_N"}  # logged once per source of config.data.mixture
+NAMES = {name for name in DESCRIPTIONS if not name.startswith("eval/")} - SELDOM - MIXTURE
 
 
 @pytest.fixture(scope="module")
