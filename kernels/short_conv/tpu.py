@@ -31,7 +31,7 @@ STRIP = 64  # tokens processed at a time: enough that units do not wait for each
 TILE = 512  # tokens per step
 LANE = 128
 LANES = 512  # channels per step; the largest of 512, 256, 128 that divides D and fits the heads
-# Blocks of channels depend on nothing else: where a device has two cores (v4, v5p), each takes half.
+# Blocks of channels are independent: where a device has two cores (v4, v5p), each takes half.
 PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary"))
 
 
