@@ -43,9 +43,9 @@ class DataConfig:
     field: str = option("text", "JSONL key or Parquet column that holds the text.")
     loss_on: str = option(
         "text",
-        'What the loss counts. "text": all text under data.field. "completion": of JSONL lines with '
-        '`prompt` and `completion`, the completion. "assistant": of JSONL lines with `messages`, '
-        "each with `role` and `content`, the assistant's content.",
+        'What the loss counts. "text": all text under data.field. "completion": of JSONL lines '
+        'with `prompt` and `completion`, the completion. "assistant": of JSONL lines with '
+        "`messages`, each with `role` and `content`, the assistant's content.",
         choices=LOSS_ON,
     )
     eval_path: str = option(
