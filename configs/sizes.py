@@ -1,6 +1,6 @@
-"""The shapes that the configs of real sizes share: heads of 128, widths of 1024 to 4096.
+"""Shapes shared by the configs of real sizes: heads of 128, widths of 1024 to 4096.
 
-Each of those configs is one call of `sized` and what is particular to it.
+Each of these configs is one call of `sized` plus its specific options.
 """
 
 from typing import NamedTuple
@@ -11,9 +11,9 @@ from configs import base
 
 
 class Size(NamedTuple):
-    """A decoder's width, layers and peak learning rate. Feed-forward layers have 2.75 columns a
-    channel, KDA and attention a head of 128 for every 128 channels, keys and values a quarter of
-    attention's heads."""
+    """A decoder's width, layers and peak learning rate. Feed-forward layers have 2.75 columns per
+    channel, KDA and attention one head of 128 per 128 channels; attention has a quarter as many
+    heads of keys and values."""
 
     d_model: int
     kda_layers: int  # of a pure KDA model
@@ -29,7 +29,7 @@ SIZES = {
 
 
 def sized(name: str, hybrid: bool, fsdp: int, context: int, sequence_length: int) -> ConfigDict:
-    """A config of a size, with a row of `sequence_length` tokens on each fsdp rank.
+    """A config of one size, with one row of `sequence_length` tokens per fsdp rank.
 
     Args:
         name: a key of SIZES. hybrid: every fourth layer is attention.

@@ -1,4 +1,4 @@
-"""Refuses a model that does not exist, or that does not fit its mesh, before anything compiles."""
+"""Refuses a model with unknown layers, or one that does not fit its mesh, before compilation."""
 
 from collections.abc import Mapping
 
@@ -10,11 +10,11 @@ from model.ffn.registry import feed_forwards_of
 from model.mixers.registry import mixers_of
 from options import wrong
 
-HOST_MEMORY = "pinned_host"  # as JAX names it
+HOST_MEMORY = "pinned_host"  # JAX's name for it
 
 
 def check_mesh(cfg: ModelConfig, mesh_shape: Mapping[str, int]) -> None:
-    """Checks the names of the layers, and that mesh axes divide what they cut.
+    """Checks the names of the layers, and that mesh axes divide the sizes that they split.
 
     Args:
         mesh_shape: ranks of each mesh axis, e.g. `mesh.shape`.
@@ -34,7 +34,7 @@ def check_mesh(cfg: ModelConfig, mesh_shape: Mapping[str, int]) -> None:
 
 
 def check_host_memory(cfg: ModelConfig, mesh: Mesh) -> None:
-    """Refuses to keep activations in the memory of a host that its devices cannot address.
+    """Refuses to offload activations to host memory that the devices cannot address.
 
     Raises:
         OptionError: naming config.model.remat.

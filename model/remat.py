@@ -1,16 +1,16 @@
-"""What layers keep for their gradient: the policies of `config.model.remat`. JAX is not imported.
+"""What layers keep for their gradient: the policies of `config.model.remat`. Does not import JAX.
 
-Each policy is a way to run the loop over layers; model/decoder.py has them by these names.
+Each policy is a way to run the loop over layers; model/decoder.py implements them by name.
 """
 
 POLICIES = {
     "none": "everything",
-    "dots": "its matrix products; the rest is computed again",
-    "full": "its input and what messages brought it; the rest is computed again",
-    "offload": "the same as full, but in the host's memory",
+    "dots": "results of matrix products; the rest is recomputed",
+    "full": "its input and received messages; the rest is recomputed",
+    "offload": "as full, but in host memory",
 }
 
 
 def describe() -> str:
-    """All policies in one sentence, for the option's help."""
+    """All policies in one sentence, for the help text of the option."""
     return "; ".join(f"{name}: {kept}" for name, kept in POLICIES.items()) + "."

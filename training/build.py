@@ -1,4 +1,4 @@
-"""What a run is made of before anything is compiled: mesh, loaders, model, optimizer."""
+"""Builds the parts of a run, before anything is compiled: mesh, loaders, model, optimizer."""
 
 import dataclasses
 import functools
@@ -27,8 +27,8 @@ from training.tunables import Tunables, tunables_of
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Everything that the options determine; `shapes` is a state of jax.ShapeDtypeStruct, and
-    `tunables` are numbers of the host."""
+    """The parts of a run; `shapes` is a state of jax.ShapeDtypeStruct, and `tunables` are numbers
+    on the host."""
 
     config: ConfigDict
     workdir: str
@@ -44,7 +44,7 @@ class Parts:
 
 
 def build(config: ConfigDict, workdir: str) -> Parts:
-    """Raises UserError: one line, naming an option that cannot work with these data or devices."""
+    """Builds all parts. Raises UserError if an option cannot work with these data or devices."""
     goodput = _goodput(workdir)
     mesh = devices.make_mesh(config.mesh)
     data, train = DataConfig(**config.data), config.train
@@ -81,7 +81,7 @@ def build(config: ConfigDict, workdir: str) -> Parts:
 
 
 def model_config(config: ConfigDict, vocab_size: int) -> ModelConfig:
-    """config.model as the frozen record that the model takes."""
+    """config.model as the frozen record that the model uses."""
     options = dict(config.model)
     given = options.pop("vocab_size")
     if given and given < vocab_size:
@@ -96,7 +96,7 @@ def model_config(config: ConfigDict, vocab_size: int) -> ModelConfig:
 
 
 def describe(parts: Parts) -> str:
-    """What is trained on what, in one line."""
+    """The model, devices and batch in one line."""
     data, mesh = parts.config.data, parts.mesh.shape
     return (
         f"{param_count(parts.model):,} parameters on {jax.device_count()} x "

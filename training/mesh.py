@@ -11,14 +11,15 @@ from jax.sharding import Mesh
 from errors import UserError
 from model.axes import CONTEXT, DATA, FSDP, MESH_AXES, TENSOR
 
-CROSSING = (DATA, FSDP)  # axes that may cross slices: their messages come once a layer or step
+CROSSING = (DATA, FSDP)  # axes that may cross slices: they communicate once per layer or step
 
 
 def arrange(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """The mesh over all of `devices`, of one slice or of several that a slower network (DCN) joins.
+    """The mesh over all of `devices`, in one slice or in several that a slower network (DCN)
+    connects.
 
     Args:
-        sizes: devices along each axis; an axis without one has 1. Their product is the number of
+        sizes: devices along each axis; missing axes have size 1. The product is the number of
             devices.
 
     Raises:
@@ -26,7 +27,7 @@ def arrange(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
             cross them.
     """
     shape = {axis: sizes.get(axis, 1) for axis in MESH_AXES}
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    slices = len({_slice_of(device) for device in devices})
     across = _across(shape, slices)
     within = [size // across[axis] for axis, size in shape.items()]
     if slices == 1:
@@ -38,8 +39,15 @@ def arrange(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(np.asarray(array), MESH_AXES)
 
 
+def _slice_of(device: jax.Device) -> int:
+    """The number of a TPU's slice; 0 if there is only one. Other platforms may count hosts by the
+    same name, between which nothing is refused."""
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
+
+
 def _across(shape: Mapping[str, int], slices: int) -> dict[str, int]:
-    """Over how many slices each axis extends; data takes as many as it can, fsdp the rest."""
+    """The number of slices over which each axis extends: as many as possible for data, the rest for
+    fsdp."""
     across, left = dict.fromkeys(shape, 1), slices
     for axis in CROSSING:
         across[axis] = math.gcd(shape[axis], left)
@@ -54,7 +62,7 @@ def _across(shape: Mapping[str, int], slices: int) -> dict[str, int]:
 
 
 def _narrower(shape: Mapping[str, int], left: int) -> str:
-    """The change that takes the missing factor from context, or from tensor."""
+    """A change that takes the missing factor from context, or from tensor."""
     for axis in (CONTEXT, TENSOR):
         if shape[axis] % left == 0:
             data = f"--config.mesh.data={shape[DATA] * left}"

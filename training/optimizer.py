@@ -28,9 +28,9 @@ def options_of(optimizer: Mapping[str, Any], steps: int) -> OptimizerOptions:
 def make_optimizer(
     options: OptimizerOptions, cfg: ModelConfig, mesh: Mesh, tunables: Tunables
 ) -> optax.GradientTransformation:
-    """Clipping, then each parameter's rule by the model's own table. See `rule_names`.
+    """Clipping, then each parameter's rule from the model's parameter table. See `rule_names`.
 
-    Schedule, clip norm and decay are those of `tunables`; `options` gives the others.
+    Schedule, clip norm and decay come from `tunables`, everything else from `options`.
     """
     schedule = functools.partial(rate, tunables.schedule)
 
@@ -56,8 +56,8 @@ def make_optimizer(
 def clip_by_norm(limit: jax.Array) -> optax.GradientTransformation:
     """Scales gradients down to a global norm of `limit`.
 
-    `optax.clip_by_global_norm` but for the order: multiplied first, so that a limit of 1 changes no
-    bit against the program in which the limit is a constant.
+    Like `optax.clip_by_global_norm`, but it multiplies first, so that with a limit of 1 the results
+    are bit-identical to those of a program in which the limit is a constant.
     """
 
     def update(gradients, params=None):
@@ -70,8 +70,8 @@ def clip_by_norm(limit: jax.Array) -> optax.GradientTransformation:
 def rule_names(optimizer: str, cfg: ModelConfig) -> Any:
     """Tree of the rule of each parameter: "muon", "adamw", "adamw_no_decay" or "untrained".
 
-    Muon takes the matrices that the model's table gives it; they decay. The table has a line for
-    every parameter, so every parameter has a rule.
+    Muon is applied to the matrices that the model's table marks for it; they decay. The table has
+    an entry for every parameter, so every parameter has a rule.
     """
 
     def name(trained: bool, muon: bool, decays: bool) -> str:
@@ -93,5 +93,5 @@ def _muon(momentum: float, tunables: Tunables, shardings: Any) -> optax.Gradient
         optax.add_decayed_weights(tunables.weight_decay),
         optax.scale_by_learning_rate(functools.partial(rate, tunables.schedule)),
     )
-    # In a partition, so that the state's arrays have the names that `optax.contrib.muon` gives.
+    # In a partition, so that the state's arrays have the same names as with `optax.contrib.muon`.
     return optax.partition({"muon": chain}, lambda params: jax.tree.map(lambda _: "muon", params))

@@ -1,4 +1,4 @@
-"""Lines that say how long something has been going on."""
+"""Logs how long something has been running."""
 
 import contextlib
 import sys
@@ -6,15 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-SECONDS = 30.0  # from one logged line to the next
-REDRAWN = 1.0  # seconds between two states of the line on a terminal
+SECONDS = 30.0  # between logged lines
+REDRAWN = 1.0  # seconds between updates of the line on a terminal
 _ERASE = "\r\x1b[K"
 
 
 @contextlib.contextmanager
 def elapsed(what: str, log: Callable[[str], None], every: float = SECONDS) -> Iterator[None]:
-    """Says "compiling ... 30 s" from another thread until the block ends: on a terminal in one line
-    of stderr that is redrawn, and erased at the end; elsewhere by `log`, every `every` seconds.
+    """Reports "compiling ... 30 s" from another thread until the block ends: on a terminal as one
+    line of stderr that is redrawn, and erased at the end; otherwise with `log`, every `every`
+    seconds.
     """
     terminal = sys.stderr.isatty()
     show, seconds = (_draw, REDRAWN) if terminal else (log, every)

@@ -1,7 +1,7 @@
-"""Options that a sweep changes, as inputs of the compiled step: another value compiles nothing.
+"""Options that a sweep changes, as inputs of the compiled step: other values need no compilation.
 
-The schedule is a formula of a few such numbers, for both kinds of schedule, where optax's builds
-another program for every length and peak.
+Both kinds of schedule are formulas of a few such numbers; optax's schedules would give a different
+program for every length and peak.
 """
 
 import math
@@ -16,16 +16,16 @@ from training.options import OptimizerOptions
 
 
 class Schedule(NamedTuple):
-    """Warm-up from 0, a constant rate, and a decay; float32 scalars but for counts and `cosine`.
+    """Warm-up from 0, a constant rate, and a decay; float32 scalars except counts and `cosine`.
 
-    Divisions are done here, once, as the compiler does those by constants.
+    Divisions are done here, once, as the compiler would do with constants.
 
     Attributes:
         peak: the rate after warm-up.
-        final, span: the rate at the end as a share of the peak, and 1 minus that.
+        final, span: the rate at the end as a fraction of the peak, and 1 minus that.
         warmup: updates of warm-up, int32. per_warmup: 1 / warmup.
-        begin, decay: updates before the decay and those it takes, int32. per_decay: 1 / decay.
-        cosine: whether the decay is half a cosine, else a line; bool.
+        begin, decay: updates before and during the decay, int32. per_decay: 1 / decay.
+        cosine: whether the decay is half a cosine, else linear; bool.
     """
 
     peak: jax.Array
@@ -76,7 +76,7 @@ def schedule_of(options: OptimizerOptions) -> Schedule:
 
 
 def rate(schedule: Schedule, updates: jax.Array | int) -> jax.Array:
-    """The learning rate, float32 [], after that number of updates; at the end it stays."""
+    """The learning rate, float32 [], after that number of updates; constant after the end."""
     s = schedule
     warming = s.peak - s.peak * (1.0 - updates * s.per_warmup)
     decayed = jnp.clip(updates - s.begin, 0, s.decay).astype(jnp.float32)
@@ -86,7 +86,7 @@ def rate(schedule: Schedule, updates: jax.Array | int) -> jax.Array:
 
 
 def place(tunables: Tunables, mesh: Mesh) -> Any:
-    """The same numbers, whole on every device of all processes."""
+    """The same numbers, replicated on every device of all processes."""
     whole = NamedSharding(mesh, PartitionSpec())
 
     def put(number: jax.Array) -> jax.Array:

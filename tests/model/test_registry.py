@@ -34,7 +34,7 @@ LENGTH = 16
 
 
 class Toy:
-    """Everything that the protocol asks for, and nothing that exists anywhere else."""
+    """Implements the whole protocol without reusing any existing mixer."""
 
     READS_POSITIONS = False
 

@@ -26,18 +26,18 @@ from training.estimate import bundles
 
 HLO, FACTS, ERROR = "step.hlo.txt", "facts.json", "error.txt"
 POLL_SECONDS = 0.5
-CPU = "cpu"  # a topology's name for the simulated devices of this machine
+CPU = "cpu"  # topology name of this machine's simulated devices
 _OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the child reports about one compilation. Bytes are those of one device.
+    """The child's report of one compilation. Bytes are per device.
 
     needed: arguments, results and temporaries, as `memory/compiled_peak_bytes` of a run. live: the
-    most that the compiler has in use at one time. host: of the host's memory, which remat="offload"
-    takes for each device. hardware_flops: of all devices, a step.
+    compiler's peak of memory in use. host: host memory per device, used by remat="offload".
+    hardware_flops: per step, of all devices.
     """
 
     parameters: int
@@ -73,7 +73,7 @@ def compile_step(config: ConfigDict, topology: str, folder: str) -> Facts:
 
     Raises:
         TooLarge: the step does not fit the memory of a device.
-        UserError: the config does not work, with the child's message.
+        UserError: the config cannot work; contains the child's message.
     """
     environment = os.environ | bundles.compiler_environment(os.path.join(folder, "schedules"))
     child = subprocess.run(
@@ -140,7 +140,7 @@ def abstract_step(devices: Any, config: ConfigDict, vocabulary: int) -> tuple[An
 
 
 def vocabulary_of(config: ConfigDict) -> int:
-    """config.model.vocab_size, or the tokenizer's, which needs its file here.
+    """config.model.vocab_size, or the tokenizer's, whose file must then exist on this machine.
 
     Raises:
         UserError: there is neither.
@@ -157,7 +157,7 @@ def vocabulary_of(config: ConfigDict) -> int:
 
 
 def find_devices(topology: str, needed: int) -> Any:
-    """Devices of a topology that need not be here, or simulated CPU devices."""
+    """Devices of a topology, which may be absent, or simulated CPU devices."""
     import jax
     from jax.experimental import topologies
 
@@ -168,7 +168,7 @@ def find_devices(topology: str, needed: int) -> Any:
 
 
 def compile_here(config: ConfigDict, topology: str, folder: str) -> Facts:
-    """Compiles in this process, whose environment says where schedules are written."""
+    """Compiles in this process, whose environment determines where schedules are written."""
     from training.estimate.flops import program_flops
 
     devices = find_devices(topology, math.prod(config.mesh.values()))
@@ -244,8 +244,8 @@ def device_bytes(tree: Any) -> int:
 
 
 def end_with(parent: int) -> None:
-    """Ends this process soon after the parent, which a signal may end at any time. Python is not
-    asked while the compiler runs, so a thread looks."""
+    """Ends this process soon after the parent, which a signal may end at any time. Python runs no
+    signal handlers while the compiler runs, so a thread checks."""
 
     def watch() -> None:
         while os.getppid() == parent:
