@@ -4,7 +4,8 @@
 
 One of q, k and v: bf16, B 1, 4 taps, 16 heads of 128, T 8192 over a context axis of 4, silu,
 segment ids and a tail given; compiled for a topology that need not be here, by default
-tpu7x:2x2x1. Peak memory of one device in decimal MB; bundles as estimate/bundles.py reads them. XLA's own loops count once: what
+tpu7x:2x2x1. Peak memory of one device in decimal MB; bundles as estimate/bundles.py reads them.
+XLA's own loops count once: what
 it says of "chunked", whose weight gradient is a loop, is a lower bound.
 """
 
