@@ -1,11 +1,11 @@
-"""What carrying the state across rows buys on documents longer than a row, and what it costs.
+"""Gain and cost of carrying the state across rows, on documents longer than a row.
 
     python benchmarks/carry.py [--config.train.steps=300 ...]
 
 The main config is trained twice from one seed on the same batches, with config.model.carry on and
-off. Both models then read the same validation documents; bits per byte are told apart by whether a
-byte is in its document's first row of tokens or beyond it. The two compiled steps are timed in
-turns.
+off. Both models then read the same validation documents; bits per byte are reported separately for
+bytes in the first row of their document and beyond it. The two compiled steps are timed
+alternately.
 """
 
 import dataclasses
@@ -49,11 +49,11 @@ def main() -> None:
 
 @dataclasses.dataclass
 class Trained:
-    """A model after its training, with what is still to be asked of it."""
+    """A trained model, and what is still to be measured with it."""
 
     job: object  # training.loop.TrainLoop
     batch: object  # one training batch
-    bits: dict[str, float]  # validation bits a byte by place
+    bits: dict[str, float]  # validation bits per byte by position
     peak_bytes: int | None
     carried_bytes: int
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -79,7 +79,7 @@ def trained_model(config, carry: bool, signals: Signals) -> Trained:
         state = init_state(
             parts.model,
             parts.mesh,
-            parts.optimizer,
+            parts.make_optimizer(parts.tunables),
             data.global_batch_size,
             options.spike_window,
             options.seed,
@@ -98,12 +98,12 @@ def trained_model(config, carry: bool, signals: Signals) -> Trained:
         }.items()
     }
     parts.loader.close()
-    peak = compiled_peak_bytes(job.step)
+    peak = compiled_peak_bytes(job.step.compiled)
     return Trained(job, batch, bits, peak, carried)
 
 
 class Masked:
-    """Batches of which only some targets count, chosen by their positions in their documents."""
+    """Batches in which only some targets count, chosen by their positions in their documents."""
 
     def __init__(self, batches, keep):
         self._batches, self._keep, self.ready = batches, keep, batches.ready
@@ -117,7 +117,7 @@ class Masked:
 
 
 def evaluate(parts, params, keep) -> float:
-    """Validation bits a byte at the positions that `keep` says."""
+    """Validation bits per byte at the positions for which `keep` is true."""
     from data.loader import make_loader
     from data.options import DataConfig
     from training.evaluate import Evaluator
@@ -154,8 +154,8 @@ def table(trained: list[Trained]) -> list[tuple[str, list[str]]]:
     }
     lines = [(text, [f"{m.bits[place]:.4f}" for m in trained]) for place, text in places.items()]
     lines.append(("bare step, s", [f"{statistics.median(m.seconds):.3f}" for m in trained]))
-    lines.append(("compiled peak, MB a device", [f"{m.peak_bytes / 1e6:.2f}" for m in trained]))
-    lines.append(("carried state, MB in all", [f"{m.carried_bytes / 1e6:.2f}" for m in trained]))
+    lines.append(("compiled peak, MB per device", [f"{m.peak_bytes / 1e6:.2f}" for m in trained]))
+    lines.append(("carried state, total MB", [f"{m.carried_bytes / 1e6:.2f}" for m in trained]))
     return lines
 
 

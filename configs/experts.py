@@ -1,9 +1,9 @@
-"""Mixture of experts on one machine's CPU: 8 experts over two devices, 2 for each token.
+"""A mixture of experts on one machine's CPU: 8 experts on two devices, 2 per token.
 
     python train.py --config configs/experts.py
 
-A hundred steps of a small hybrid whose first layer is dense. `layer_01/expert_load`, most tokens of
-an expert over their mean, falls as the biases adapt (docs/measurements.md).
+A hundred steps of a small hybrid whose first layer is dense. `layer_01/expert_load`, the experts'
+maximum of tokens divided by the mean, falls as the biases adapt (docs/measurements.md).
 """
 
 from configs import base

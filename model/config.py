@@ -8,6 +8,7 @@ import math
 from typing import NamedTuple
 
 import options
+from model import remat
 from model.ffn.options import ExpertOptions
 from model.mixers.options import AttentionOptions, KdaOptions, MlaOptions
 from options import option, wrong
@@ -98,9 +99,8 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
     )
     remat: str = option(
         "full",
-        "What a layer keeps for its gradient. none: everything. dots: matrix products. full: the "
-        "layer's input alone.",
-        choices=("none", "dots", "full"),
+        f"What a layer keeps for its gradient. {remat.describe()}",
+        choices=tuple(remat.POLICIES),
     )
     scan_layers: bool = option(True, "Compile one repeat instead of all of them.")
     loss_chunk: int = option(

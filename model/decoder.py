@@ -7,6 +7,7 @@ Axes: B row, T token, D residual width, R repeat of the layer pattern.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +25,13 @@ from model.mixers.protocol import Metrics, Mixer, RowPlan
 from model.mixers.registry import mixers_of
 from model.params import block_specs, copies, param_specs, spread_params, use_matrices
 
+_RUN: dict[str, Callable[..., tuple[jax.Array, tuple[Tree, Tree]]]] = {
+    # by the names of model/remat.py
+    "none": run_layers,
+    "dots": run_layers,
+    "full": run_layers_recomputed,
+    "offload": functools.partial(run_layers_recomputed, to_host=True),
+}
 _TOKEN_AXIS = {FSDP: 0, EXPERT: 0, CONTEXT: 1}  # which axis of [B, T] a mesh axis cuts
 
 
@@ -183,7 +191,7 @@ def _run_groups(
     layers: list[Layer], cfg: ModelConfig, params: Tree, hidden: jax.Array, carry: Tree, plan: Any
 ) -> tuple[jax.Array, tuple[Tree, ...], tuple[Metrics, ...]]:
     """(hidden, ends, metrics) after prefix, pattern and suffix; the latter two over positions."""
-    run = run_layers_recomputed if cfg.remat == "full" else run_layers
+    run = _RUN[cfg.remat]
     all_ends: tuple[Tree, ...] = ()
     all_metrics: tuple[Metrics, ...] = ()
     for group in cfg.groups:

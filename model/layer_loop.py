@@ -40,16 +40,26 @@ def run_layers(
 
 
 def run_layers_recomputed(
-    layers: list[Layer], params: Stacked, hidden: jax.Array, carry: Stacked, plan: Any, scan: bool
+    layers: list[Layer],
+    params: Stacked,
+    hidden: jax.Array,
+    carry: Stacked,
+    plan: Any,
+    scan: bool,
+    to_host: bool = False,
 ) -> tuple[jax.Array, tuple[Stacked, Stacked]]:
-    """`run_layers` that keeps each layer's input and entry, and recomputes the rest."""
+    """`run_layers` that keeps each layer's input and entry, and recomputes the rest.
+
+    to_host: they are kept in the host's memory. A TPU copies them while it computes: out of the
+    forward's loop a layer at a time, and back into the backward's.
+    """
 
     @jax.custom_vjp
     def run(params, hidden, carry, plan):
         return run_layers(layers, params, hidden, carry, plan, scan)
 
     def forward(params, hidden, carry, plan):
-        hidden, (ends, metrics, kept) = _forward(layers, params, hidden, carry, plan, scan)
+        hidden, (ends, metrics, kept) = _forward(layers, params, hidden, carry, plan, scan, to_host)
         return (hidden, (ends, metrics)), (params, carry, plan, kept)
 
     def backward(saved, cotangents):
@@ -61,6 +71,8 @@ def run_layers_recomputed(
             if not scan:  # else the compiler merges what is computed again with the first time
                 stacked = jax.lax.optimization_barrier(stacked)
             for layer, *now in reversed(list(zip(layers, *stacked, strict=True))):
+                if to_host:
+                    now[2] = _moved(now[2], jax.memory.Space.Device)
                 d_hidden, gradient = _pull(layer, plan, d_hidden, *now)
                 gradients.append(gradient)
             return d_hidden, tuple(zip(*reversed(gradients), strict=True))
@@ -73,7 +85,7 @@ def run_layers_recomputed(
     return run(params, hidden, carry, plan)
 
 
-def _forward(layers, params, hidden, carry, plan, scan):
+def _forward(layers, params, hidden, carry, plan, scan, to_host=False):
     """(hidden, stacked (ends, metrics, kept)); kept: each layer's input and entry."""
 
     def repeat(hidden, stacked):
@@ -81,10 +93,18 @@ def _forward(layers, params, hidden, carry, plan, scan):
         for layer, now, begin in zip(layers, *stacked, strict=True):
             given = hidden
             hidden, ends, entry, metrics = layer(now, hidden, begin, plan, None)
-            results.append((ends, metrics, (given, entry)))
+            kept = given, entry
+            if to_host:
+                kept = _moved(kept, jax.memory.Space.Host)
+            results.append((ends, metrics, kept))
         return hidden, tuple(zip(*results, strict=True))
 
     return _loop(scan, repeat, hidden, (params, carry))
+
+
+def _moved(tree: Tree, space: Any) -> Tree:
+    """space: a jax.memory.Space."""
+    return jax.tree.map(lambda x: jax.device_put(x, space), tree)
 
 
 def _pull(layer: Layer, plan, d_hidden, params, carry, kept, d_ends, d_metrics):

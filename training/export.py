@@ -9,8 +9,8 @@ import numpy as np
 
 from data.tokenizer import make_tokenizer
 from errors import UserError
-from model.axes import MESH_AXES
 from model.convert.registry import FORMATS
+from training.mesh import arrange
 from training.restore import load_params
 from training.weights import SpecialTokens, write_folder
 
@@ -25,10 +25,7 @@ def export(workdir: str, out: str, fmt: str, dtype: str) -> str:
     """
     if os.path.isdir(out) and os.listdir(out):
         raise UserError(f"--out={out}: needs an empty or new folder; try another")
-    types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-    mesh = jax.make_mesh(
-        (1,) * len(MESH_AXES), MESH_AXES, axis_types=types, devices=jax.devices()[:1]
-    )
+    mesh = arrange({}, jax.devices()[:1])
     loaded = load_params(workdir, mesh)
     data = loaded.metadata["config"]["data"]
     tokenizer = make_tokenizer(data["tokenizer"], data["bos_token"], data["eos_token"])

@@ -149,7 +149,7 @@ def _seeded_state(parts: Parts) -> TrainState:
     return init_state(
         parts.model,
         parts.mesh,
-        parts.optimizer,
+        parts.make_optimizer(parts.tunables),
         data.global_batch_size,
         train.spike_window,
         train.seed,

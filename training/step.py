@@ -18,8 +18,10 @@ from model.config import ModelConfig
 from model.decoder import after_step, carry_shardings, forward
 from model.flops import key_flops_per_token
 from model.loss import LossSums, loss_sums
+from training.optimizer import MakeOptimizer
 from training.options import TrainOptions
 from training.state import TrainState
+from training.tunables import Tunables, rate
 
 LN2 = math.log(2.0)
 Metrics = dict[str, jax.Array]
@@ -31,27 +33,33 @@ def make_train_step(
     options: TrainOptions,
     cfg: ModelConfig,
     mesh: Mesh,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
+    make_optimizer: MakeOptimizer,
     shapes: TrainState,
 ) -> Any:
-    """jitted (state, batch, votes) -> (state, metrics). The state given is used up (donated).
+    """jitted (state, batch, votes, tunables) -> (state, metrics). The state given is used up
+    (donated).
 
     Args:
         shapes: from `state_shapes`: the new state lies where the old one did.
 
     batch: [W, B, T]; the gradient flows back through all W windows. votes: int32 [devices], one of
     each process's `Votes`; metrics["stop"] is their maximum, so that all processes hear of one wish
-    at the same step. metrics: float32 and int32 scalars, whole on every device, all of which are
+    at the same step. tunables: see `training.tunables.place`; options.z_loss only says whether that
+    loss is reported. metrics: float32 and int32 scalars, whole on every device, all of which are
     reported but `CONTROL`; those of layers are means over windows and parts, under the names that
     the decoder gives them.
     """
 
     where = jax.tree.map(lambda x: x.sharding, shapes)
 
-    def step(state: TrainState, batch: Batch, votes: jax.Array) -> tuple[TrainState, Metrics]:
+    def step(
+        state: TrainState, batch: Batch, votes: jax.Array, tunables: Tunables
+    ) -> tuple[TrainState, Metrics]:
+        optimizer = make_optimizer(tunables)
         total = jnp.maximum(jnp.sum(batch.loss_weights), 1.0)
-        grads, (nll, z), reported, carry = _gradients(options, cfg, mesh, state, batch, total)
+        grads, (nll, z), reported, carry = _gradients(
+            options, tunables.z_loss, cfg, mesh, state, batch, total
+        )
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         params, reported = after_step(params, cfg, reported)
@@ -67,7 +75,7 @@ def make_train_step(
             "loss": loss,
             "bits_per_byte": nll / LN2 / jnp.maximum(count(batch.target_bytes), 1),
             "grad_norm": norm,
-            "learning_rate": jnp.asarray(schedule(state.step - state.skipped), jnp.float32),
+            "learning_rate": rate(tunables.schedule, state.step - state.skipped),
             "tokens": count(batch.segment_ids != 0),
             "attended": _attended(cfg, batch.segment_ids),
             "finite": finite,
@@ -150,7 +158,7 @@ def batch_shapes(
     )
 
 
-def _gradients(options: TrainOptions, cfg, mesh: Mesh, state: TrainState, batch: Batch, total):
+def _gradients(options: TrainOptions, z_loss, cfg, mesh: Mesh, state: TrainState, batch, total):
     """(gradient of the summed loss over `total`, LossSums, layers' metrics, new carry), over all
     rows.
 
@@ -160,7 +168,7 @@ def _gradients(options: TrainOptions, cfg, mesh: Mesh, state: TrainState, batch:
 
     def loss(params, carry, batch):
         carry, (sums, reported) = _windows(cfg, mesh, params, batch, carry)
-        return (sums.nll + options.z_loss * sums.z) / total, (sums, reported, carry)
+        return (sums.nll + z_loss * sums.z) / total, (sums, reported, carry)
 
     gradient = jax.grad(loss, has_aux=True)
     if options.grad_accum_steps == 1:

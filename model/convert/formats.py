@@ -1,8 +1,8 @@
-"""What a published layout is: which tensor is which part of which parameter.
+"""Descriptions of published layouts: which tensor is which part of which parameter.
 
-A tensor belongs to one layer and holds matrices as (output, input); here a parameter stacks the
-layers of one position of the pattern, matrices as (input, output). Nothing in this package touches
-a file or a device: see training/weights.py.
+A tensor belongs to one layer and stores matrices as (output, input). A parameter here stacks the
+layers of one position of the pattern and stores matrices as (input, output). Nothing in this
+package touches a file or a device: see training/weights.py.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class ConvertError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """theirs: our array of one layer -> theirs. ours: theirs and our shape -> our array."""
+    """theirs: converts our array of one layer to theirs. ours: converts theirs to our shape."""
 
     theirs: Callable[[np.ndarray], np.ndarray]
     ours: Callable[[np.ndarray, tuple[int, ...]], np.ndarray]
@@ -40,9 +40,9 @@ Names = Mapping[str, tuple[str, Layout]]  # our name -> theirs and the layout
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A mixer or feed-forward layer: its prefix inside a layer, and the names of a model's.
+    """A mixer or feed-forward layer: its prefix inside a layer, and its names for a model.
 
-    of_expert: names of one expert's, in which "{expert}" is its number.
+    of_expert: names of an expert's tensors, in which "{expert}" is its number.
     """
 
     prefix: str
@@ -56,11 +56,11 @@ class Format:
 
     Attributes:
         mixers, ffns: by our name of the layer. norms: of a layer. embedding: its tensor's name.
-        zeros: tensors of a layer that we do not have, with their shape: written as zeros, and
-            refused where they are anything else.
-        ties: whether readers of the format share the embedding with the head; where not, the head
-            is written as a copy, and read back as a head that is no longer tied.
-        config, options: config.json of a model, and the model options of a config.json.
+        zeros: tensors of a layer that the model here lacks, with their shapes: written as zeros,
+            and refused if they are not zero.
+        ties: whether readers of the format can share the embedding with the head. If not, the head
+            is written as a copy, and read back as an untied head.
+        config, options: convert a model to config.json, and config.json to model options.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Tensor:
     Attributes:
         name: in the folder. path: of our parameter, as in checkpoints ("blocks/0/mixer/q").
         index: of the parameter's leading axes: (repeat,), (repeat, expert), or () outside layers.
-        layout: how one becomes the other. float32: kept in float32 in every export.
+        layout: converts between the two. float32: exported as float32 always.
     """
 
     name: str
@@ -126,7 +126,7 @@ def tensors(fmt: Format, cfg: ModelConfig) -> Iterator[Tensor]:
 
 
 def zero_tensors(fmt: Format, cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Tensors of the format, by name, that this model has only as zeros, and their shapes."""
+    """Tensors of the format that this model lacks and writes as zeros: name -> shape."""
     return {
         f"model.layers.{layer}.{name}": shape(cfg)
         for layer in range(cfg.layers)
@@ -135,7 +135,7 @@ def zero_tensors(fmt: Format, cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class Repeats(NamedTuple):
-    """Layers as a prefix, a pattern that is repeated, and a suffix."""
+    """Layers as a prefix, a repeated pattern, and a suffix."""
 
     prefix: Sequence[Layer]
     pattern: Sequence[Layer]
@@ -153,8 +153,7 @@ class Repeats(NamedTuple):
 
 
 def repeated(layers: Sequence[Layer]) -> Repeats:
-    """The fewest positions that give these layers; without prefix and suffix where that is one of
-    several ways."""
+    """The shortest form that gives these layers; without prefix and suffix if there are several."""
     if not layers:
         raise ConvertError("it has no layers")
 
@@ -174,7 +173,7 @@ def repeated(layers: Sequence[Layer]) -> Repeats:
 
 
 def needs(config: Json, **values: object) -> None:
-    """Refuses a config.json in which a field is given and is not this value.
+    """Refuses a config.json in which a field is present with another value.
 
     Raises:
         ConvertError: naming the field.
@@ -193,7 +192,7 @@ def _part(fmt: Format, table: Mapping[str, Part], name: str) -> Part:
 
 
 def _vocabulary(size: int, *, transposed: bool) -> Layout:
-    """The embedding or the head, without the padding of the vocabulary, which never counts."""
+    """The embedding or the head, without the padding of the vocabulary, which is unused."""
 
     def theirs(x: np.ndarray) -> np.ndarray:
         return (x.T if transposed else x)[:size]

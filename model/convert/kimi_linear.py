@@ -1,4 +1,4 @@
-""" "kimi_linear", as Kimi Linear is published and transformers reads it."""
+"""The format "kimi_linear": the layout in which Kimi Linear is published and transformers reads."""
 
 from model.config import ModelConfig
 from model.convert.formats import (
@@ -173,7 +173,7 @@ def _ffns(config: Json) -> list[str]:
 
 
 def _expert_options(config: Json) -> Json:
-    """Each under the name of published files, or that of transformers' own class."""
+    """Each field under its name in published files, or in transformers' own class."""
     needs(config, moe_renormalize=True, norm_topk_prob=True, moe_router_activation_func="sigmoid")
     needs(config, num_expert_group=1, n_group=1, topk_group=1, moe_layer_freq=1)
 

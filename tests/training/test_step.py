@@ -17,12 +17,16 @@ from data.batch import Batch
 from model.decoder import forward, init_carry
 from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, row
 from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
-from training.options import TrainOptions
+from training.options import OptimizerOptions, TrainOptions
 from training.report import eval_values
 from training.state import empty_carry, flatten, state_shapes
 from training.step import make_eval_step, make_train_step, make_votes
+from training.tunables import tunables_of
 
 SGD = optax.sgd(1.0)
+RATE_OF_ONE = OptimizerOptions(
+    learning_rate=1.0, min_lr_ratio=1.0, warmup_steps=0, schedule_steps=1
+)
 ONE = dataclasses.replace(KDA, num_repeats=1)
 PLAIN = TrainOptions()
 Z_LOSS = TrainOptions(z_loss=0.01)
@@ -42,7 +46,7 @@ def compile_fast():
 def stepper(cfg, options: TrainOptions, rows: int, **mesh_sizes):
     mesh = make_mesh(**mesh_sizes)
     shapes = state_shapes(cfg, mesh, SGD, rows, WINDOW)
-    step = make_train_step(options, cfg, mesh, SGD, optax.constant_schedule(1.0), shapes)
+    step = make_train_step(options, cfg, mesh, lambda _: SGD, shapes)
     return mesh, shapes, step
 
 
@@ -76,7 +80,8 @@ def run(cfg, batch: Batch, options=PLAIN, vote=0, state=None, params=None, **mes
     state = start(cfg, shapes, params) if state is None else state
     before = jax.device_get(flatten(state.params))
     batch = jax.tree.map(jnp.asarray, batch)
-    state, metrics = step(state, batch, make_votes(mesh)[vote])
+    tunables = tunables_of(RATE_OF_ONE, options.z_loss)
+    state, metrics = step(state, batch, make_votes(mesh)[vote], tunables)
     after = jax.device_get(flatten(state.params))
     return jax.device_get(metrics), {n: before[n] - after[n] for n in before}, state
 
@@ -116,7 +121,7 @@ def test_reported_numbers_are_what_they_say():
     metrics, gradient, _ = run(ONE, batch_of(UNEVEN), Z_LOSS)
     norm = np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in gradient.values()))
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=MODEL_FLOAT32)
-    # Three bytes a target: bits a byte follow from nats a token.
+    # Three bytes per target: bits per byte follow from nats per token.
     bits = metrics["loss"] / np.log(2) / 3
     np.testing.assert_allclose(metrics["bits_per_byte"], bits, rtol=MODEL_FLOAT32)
     assert metrics["learning_rate"] == 1.0 and metrics["finite"] and metrics["stop"] == 0
