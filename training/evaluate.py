@@ -61,12 +61,12 @@ class Evaluator:
         self.last: dict[str, float] = {}
 
     def compile(self, params: Any, batch: Batch) -> None:
-        """Compiles the step; both may be of jax.ShapeDtypeStruct."""
+        """Compiles the step; both arguments may be of jax.ShapeDtypeStruct."""
         with self._goodput.during("compilation"):
             self._step = self._jitted.lower(params, self._empty_carry(), batch).compile()
 
     def __call__(self, params: Any, between: Callable[[], None]) -> dict[str, float]:
-        """eval/loss (nats per token), eval/bits_per_byte, eval/seconds (without compilation).
+        """eval/loss (nats per token), /accuracy, /bits_per_byte, /seconds (without compilation).
 
         between: called before each batch, and twice a second while one is waited for.
 
@@ -138,10 +138,10 @@ def gzip_bits_per_byte(texts: list[list[bytes]]) -> tuple[float, int]:
 
 
 def _texts(batch: Batch) -> list[bytes]:
-    """The bytes that each row's targets stand for; all windows of a row one after another."""
+    """The bytes of each row's targets; all windows of a row in order."""
 
     def by_row(x: jax.Array) -> np.ndarray:
-        whole = multihost_utils.process_allgather(x, tiled=True)  # other processes' tokens too
+        whole = multihost_utils.process_allgather(x, tiled=True)  # with other processes' tokens
         return np.moveaxis(np.asarray(whole), 1, 0)
 
     targets, counts = by_row(batch.targets), by_row(batch.target_bytes)

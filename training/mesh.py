@@ -27,7 +27,7 @@ def arrange(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
             cross them.
     """
     shape = {axis: sizes.get(axis, 1) for axis in MESH_AXES}
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    slices = len({_slice_of(device) for device in devices})
     across = _across(shape, slices)
     within = [size // across[axis] for axis, size in shape.items()]
     if slices == 1:
@@ -37,6 +37,12 @@ def arrange(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
             within, list(across.values()), devices, allow_split_physical_axes=True
         )
     return Mesh(np.asarray(array), MESH_AXES)
+
+
+def _slice_of(device: jax.Device) -> int:
+    """The number of a TPU's slice; 0 if there is only one. Other platforms may count hosts by the
+    same name, between which nothing is refused."""
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
 def _across(shape: Mapping[str, int], slices: int) -> dict[str, int]:

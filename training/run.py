@@ -170,7 +170,7 @@ def make_loop(
         ready=parts.loader.ready,
         error_ahead=parts.loader.error_ahead,
         more=parts.loader.has_more,
-        epoch=parts.loader.epoch,
+        progress=parts.loader.progress,
         evaluate=evaluator,
         saver=Saver(parts, manager, signals) if manager else NoSaver(),
         meter=Meter(

@@ -17,7 +17,7 @@ from model.axes import CONTEXT, MESH_AXES, ROWS
 from model.config import ModelConfig
 from model.decoder import after_step, carry_shardings, forward
 from model.flops import key_flops_per_token
-from model.loss import LossSums, loss_sums
+from model.loss import LossSums, loss_sums, token_scores
 from training.optimizer import MakeOptimizer
 from training.options import TrainOptions
 from training.state import TrainState
@@ -57,7 +57,7 @@ def make_train_step(
     ) -> tuple[TrainState, Metrics]:
         optimizer = make_optimizer(tunables)
         total = jnp.maximum(jnp.sum(batch.loss_weights), 1.0)
-        grads, (nll, z), reported, carry = _gradients(
+        grads, (nll, z, correct), reported, carry = _gradients(
             options, tunables.z_loss, cfg, mesh, state, batch, total
         )
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -73,6 +73,7 @@ def make_train_step(
         count = lambda x: jnp.sum(x, dtype=jnp.int32)  # noqa: E731
         metrics = {
             "loss": loss,
+            "accuracy": correct / total,
             "bits_per_byte": nll / LN2 / jnp.maximum(count(batch.target_bytes), 1),
             "grad_norm": norm,
             "learning_rate": rate(tunables.schedule, state.step - state.skipped),
@@ -91,21 +92,42 @@ def make_train_step(
 
 
 def make_eval_step(cfg: ModelConfig, mesh: Mesh) -> Any:
-    """jitted (params, carry, batch [W, B, T]) -> (carry, {"nll", "weight", "bytes"} sums).
+    """jitted (params, carry, batch [W, B, T]) -> (carry, sums as `eval_values` takes).
 
     The carry given is used up.
     """
 
     def eval_step(params: Any, carry: Any, batch: Batch) -> tuple[Any, Metrics]:
-        carry, ((nll, _), _) = _windows(cfg, mesh, params, batch, carry)
+        carry, (sums, _) = _windows(cfg, mesh, params, batch, carry)
         return carry, {
-            "nll": nll,
+            "nll": sums.nll,
+            "correct": sums.correct,
             "weight": jnp.sum(batch.loss_weights),
             "bytes": jnp.sum(batch.target_bytes, dtype=jnp.int32),
         }
 
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.jit(eval_step, donate_argnums=1, out_shardings=(carry_shardings(cfg, mesh), whole))
+
+
+def make_score_step(cfg: ModelConfig, mesh: Mesh) -> Any:
+    """jitted (params, carry, batch [1, B, T]) -> (carry, (nats, correct) of each target [B, T]).
+
+    What `make_eval_step` sums, token by token, whatever its weight; see `token_scores`. The carry
+    given is used up.
+    """
+
+    def score_step(
+        params: Any, carry: Any, batch: Batch
+    ) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+        one: Batch = jax.tree.map(lambda x: x[0], batch)
+        hidden, carry, _ = forward(
+            params, cfg, one.tokens, one.segment_ids, one.continues, carry, mesh
+        )
+        return carry, token_scores(params, cfg, hidden, one.targets, mesh)
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(score_step, donate_argnums=1, out_shardings=(carry_shardings(cfg, mesh), whole))
 
 
 class Votes(NamedTuple):
@@ -179,7 +201,7 @@ def _gradients(options: TrainOptions, z_loss, cfg, mesh: Mesh, state: TrainState
         grads, (sums, reported, carry) = gradient(state.params, *part)
         return jax.tree.map(jnp.add, so_far, (grads, sums)), (reported, carry)
 
-    zeros = jax.tree.map(jnp.zeros_like, (state.params, LossSums(jnp.float32(0), jnp.float32(0))))
+    zeros = jax.tree.map(jnp.zeros_like, (state.params, LossSums(*[jnp.float32(0)] * 3)))
     parts = jax.tree.map(lambda x: _split_rows(x, options.grad_accum_steps), (state.carry, batch))
     (grads, sums), (reported, carry) = jax.lax.scan(add, zeros, parts)
     return grads, sums, _means(reported), jax.tree.map(_join_rows, carry)

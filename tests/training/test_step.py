@@ -6,6 +6,7 @@ gradient that the trainer computed.
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ import optax
 import pytest
 
 from data.batch import Batch
+from data.loader import make_loader
+from data.options import DataConfig
 from model.decoder import forward, init_carry
 from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, row
 from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
@@ -125,6 +128,35 @@ def test_reported_numbers_are_what_they_say():
     bits = metrics["loss"] / np.log(2) / 3
     np.testing.assert_allclose(metrics["bits_per_byte"], bits, rtol=MODEL_FLOAT32)
     assert metrics["learning_rate"] == 1.0 and metrics["finite"] and metrics["stop"] == 0
+    assert 0 <= metrics["accuracy"] <= 1
+
+
+def test_a_masked_token_changes_no_gradient(tmp_path):
+    """From JSONL to the gradient: with other targets where the prompt is, nothing changes."""
+    lines = [json.dumps({"prompt": "p" * n, "completion": "c" * (40 - n)}) for n in range(5, 35)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    config = DataConfig(
+        source="jsonl",
+        path=str(tmp_path),
+        eval_path=str(tmp_path),
+        loss_on="completion",
+        sequence_length=64,
+        global_batch_size=4,
+    )
+    with make_loader(config, split="train", mesh=make_mesh(), seed=0) as batches:
+        made = jax.device_get(next(batches))
+    batch = made._replace(tokens=made.tokens % VOCABULARY, targets=made.targets % VOCABULARY)
+    masked = batch.loss_weights == 0
+    assert 0.2 < masked.mean() < 0.8
+    others = np.where(masked, (batch.targets + 7) % VOCABULARY, batch.targets)
+    (metrics, gradient, _), (same, as_before, _), (different, changed, _) = (
+        run(ONE, batch._replace(targets=targets), Z_LOSS)
+        for targets in (batch.targets, others, (batch.targets + 7) % VOCABULARY)
+    )
+    assert {k: metrics[k] == same[k] for k in metrics} == dict.fromkeys(metrics, True)
+    assert all(np.array_equal(gradient[name], as_before[name]) for name in gradient)
+    assert metrics["loss"] != different["loss"]
+    assert any((gradient[name] != changed[name]).any() for name in gradient)
 
 
 def test_one_vote_to_stop_is_heard():
@@ -252,8 +284,9 @@ def test_evaluation_is_the_same_mean_over_all_batches():
     for part in parts:
         carry, numbers = step(params, carry, jax.tree.map(jnp.asarray, part))
         sums.append(numbers)
-    found = eval_values(sums)["eval/loss"]
-    np.testing.assert_allclose(found, run(ONE, joined)[0]["loss"], rtol=MODEL_FLOAT32)
+    found, expected = eval_values(sums), run(ONE, joined)[0]
+    for name in ("loss", "accuracy"):
+        np.testing.assert_allclose(found[f"eval/{name}"], expected[name], rtol=MODEL_FLOAT32)
 
 
 def test_attention_sees_so_many_keys():

@@ -68,7 +68,7 @@ def test_settings_that_need_less_memory_are_tried_in_order(monkeypatch):
         suggest.plan_or_nearest(config, Topology.parse("v6e:2x2"))
     assert tried == [
         ("none", "save", 1), ("full", "save", 1), ("full", "remat", 1),
-        ("full", "remat", 2), ("full", "remat", 4),
+        ("offload", "remat", 1), ("offload", "remat", 2),
     ]  # fmt: skip
     assert config.model.remat == "none"  # the given config is left alone
 
