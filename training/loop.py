@@ -83,7 +83,7 @@ class TrainLoop:
         ready: waits up to the given seconds for the next batch; whether it, or the end, is there.
         error_ahead: see `Loader.error_ahead`; asked where there are several processes.
         more: whether `batches` has another one. progress: values to log of what was read.
-        evaluate: see `Evaluator.__call__`.
+        evaluate: see `Evaluator.__call__`. evaluate_first: also before the first step.
     """
 
     cadence: Cadence
@@ -103,6 +103,7 @@ class TrainLoop:
     goodput: Goodput
     profiler: Profiler
     signals: Signals
+    evaluate_first: bool = False
     _longest_wait: float = 0.0  # seconds, for a step
     _newest: InFlightStep | None = None  # dispatched
     _data_error: DataError | None = None  # of a batch that has not been asked for yet
@@ -131,6 +132,8 @@ class TrainLoop:
         stop_reason: StopReason | None = None
         self.goodput.switch("training")
         self.signals.started()
+        if self.evaluate_first:
+            self._report_first()
         self.meter.start()
         while stop_reason is None:
             if step >= self.cadence.steps or self._stops_alone():
@@ -276,6 +279,12 @@ class TrainLoop:
                 self.writers.write(in_flight.step, learning | values | self.goodput.metrics())
                 self.goodput.write()
             in_flight.reported = True
+
+    def _report_first(self) -> None:
+        """Evaluates what training starts from, and writes the values as those of that step."""
+        values = self._evaluate(self.start, 0)
+        with self.signals.waiting("while reports were being written", PATIENCE_SECONDS):
+            self.writers.write(self.start, values | self.goodput.metrics())
 
     def _evaluate(self, step: int, stops: int) -> dict[str, float]:
         # SIGKILL may follow SIGTERM, so save before evaluating, at the price that this step has no

@@ -101,7 +101,7 @@ def _restore_and_train(
     try:
         state, start = restore.first_state(parts, manager, init_from, log)
         if start < steps:
-            _train(parts, manager, state, start, signals)
+            _train(parts, manager, state, start, signals, evaluate_first=bool(init_from))
         else:
             log(
                 f"step {start} of config.train.steps={steps} is done: nothing to train; try more "
@@ -117,8 +117,19 @@ def _restore_and_train(
         raise
 
 
-def _train(parts: Parts, manager: Manager, state: TrainState, start: int, signals: Signals) -> None:
-    """Trains from step `start`, saves, and logs the results."""
+def _train(
+    parts: Parts,
+    manager: Manager,
+    state: TrainState,
+    start: int,
+    signals: Signals,
+    *,
+    evaluate_first: bool,
+) -> None:
+    """Trains from step `start`, saves, and logs the results.
+
+    evaluate_first: the parameters were given, so at step 0 they are evaluated before it.
+    """
     steps = parts.config.train.steps
     writers = Writers(parts.workdir, start, steps, primary=jax.process_index() == 0)
     writers.hyperparameters(start, _flat(parts.config))
@@ -126,6 +137,7 @@ def _train(parts: Parts, manager: Manager, state: TrainState, start: int, signal
     writers.text(start, "parameters", describe(parts))
     try:
         loop = make_loop(parts, manager, state, start, signals, writers)
+        loop.evaluate_first = evaluate_first and start == 0 and parts.config.eval.every > 0
         step, stop_reason = loop.run()
         with parts.goodput.during("checkpoint"):
             loop.saver.finish()
