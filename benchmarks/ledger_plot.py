@@ -1,4 +1,4 @@
-"""Draws docs/evidence/ledger.svg from ledger.jsonl: accuracy by distance, a panel a length.
+"""Draws docs/evidence/ledger.svg from ledger.jsonl: accuracy by distance, one panel per length.
 
 python -m benchmarks.ledger_plot [--results docs/evidence/ledger.jsonl]
 """
@@ -12,11 +12,11 @@ from benchmarks.ledger import ARMS, DISTANCES, DOCUMENTS, ROOT, read_results
 
 WIDTH, HEIGHT, GAP, TOP, LEFT = 230, 200, 40, 30, 40
 COLOURS = ("#888888", "#d62728", "#e8a33d", "#2ca02c", "#1f77b4", "#9467bd")
-Series = tuple[str, bool]  # arm, and whether its state goes from row to row
+Series = tuple[str, bool]  # arm, and whether its state is carried from row to row
 
 
 def main() -> None:
-    """Writes the picture beside the results."""
+    """Writes the plot next to the results."""
     folder = os.path.join(ROOT, "docs", "evidence")
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--results", default=os.path.join(folder, "ledger.jsonl"))
@@ -51,7 +51,7 @@ def picture(records: list[dict]) -> str:
 
 
 def panel(records: list[dict], series: list[Series], rows: int) -> str:
-    """One length of documents: a line for each model, a point for each distance."""
+    """One document length: a line per model, a point per distance."""
     parts = [f'<text x="{WIDTH / 2}" y="-10" text-anchor="middle">documents of {rows} rows</text>']
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         y = HEIGHT * (1 - share)

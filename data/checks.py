@@ -1,4 +1,4 @@
-"""Refuses options that these documents or this mesh cannot serve, before anything is read."""
+"""Refuses options that do not fit the documents or the mesh, before anything is read."""
 
 import math
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ from data.documents import DocumentSource
 from data.options import DataConfig
 from errors import UserError
 
-ROWS = ("data", "fsdp", "expert")  # mesh axes over which rows are divided
+ROWS = ("data", "fsdp", "expert")  # mesh axes over which rows are split
 
 
 def check_mesh(config: DataConfig, mesh: Mapping[str, int]) -> None:
-    """Refuses a batch or rows that the mesh's axes do not divide."""
+    """Refuses a batch size or row length that the mesh axes do not divide."""
     shards = math.prod(mesh[axis] for axis in ROWS)
     for name, given, parts, axes in (
         ("global_batch_size", config.global_batch_size, shards, "mesh.data * fsdp * expert"),

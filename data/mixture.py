@@ -1,11 +1,12 @@
-"""Several sources in one stream, in the shares that config.data.mixture asks for.
+"""Mixes several sources in each stream, with the shares of config.data.mixture.
 
-Every stream reads from every source, a document at a time, and has a position in each. The next
-document is of the source that is the furthest below its share of the stream's tokens. So the choice
-follows from the positions, whatever thread or process makes a row: a resumed run chooses alike, and
-the shares are exact to a document or two. A source that has ended (config.data.epochs) leaves its
-share to the others. (Grain's mixing chooses an element at a time, and its position is that of one
-iterator over all sources; here positions belong to the rows of the batch.)
+Every stream reads from every source, one document at a time, and has a position in each. The next
+document comes from the source that is furthest below its share of the stream's tokens. The choice
+thus depends only on the positions, whatever thread or process produces a row: a resumed run makes
+the same choices, and the shares are exact to within a document or two. A source that has ended
+(config.data.epochs) leaves its share to the others. (Grain's mixing chooses one element at a time,
+and its position is that of one iterator over all sources; here positions belong to the rows of the
+batch.)
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from data.stream import Corpus, Piece, StreamReader
 class Mixture:
     """What all streams share: a corpus for each source. Pickled to worker processes.
 
-    weights: the sources' shares of tokens, of any sum.
+    weights: the sources' relative shares of tokens.
     """
 
     corpora: tuple[Corpus, ...]
@@ -31,9 +32,9 @@ class Mixture:
 
 
 class MixtureReader:
-    """Reads a stream's documents, of all sources in turn.
+    """Reads a stream's documents, from all sources.
 
-    tokens: of each source, [sources] int64: those read so far. readers: where they continue.
+    tokens: [sources] int64, the tokens read so far from each source. readers: one per source.
     """
 
     def __init__(self, mixture: Mixture, readers: list[StreamReader], tokens: list[int]):
@@ -48,7 +49,7 @@ class MixtureReader:
         return any(reader.position.place for reader in self.readers)
 
     def take(self, limit: int) -> Piece | None:
-        """As `StreamReader.take`, of the source whose turn it is; None when all have ended."""
+        """Like `StreamReader.take`, from the current source; None if all sources have ended."""
         while not self._ended.all():
             number = self._current()
             if piece := self.readers[number].take(limit):
@@ -58,11 +59,11 @@ class MixtureReader:
         return None
 
     def _current(self) -> int:
-        """The source of the open document, or else of the next."""
+        """The source of the open document, or else of the next document."""
         for number, reader in enumerate(self.readers):
             if reader.position.place:
                 return number
         behind = self._weights * self.tokens.sum() - self.tokens
-        # At the start nothing is behind, and the largest share begins.
+        # At the start no source is behind, so the one with the largest share comes first.
         order = np.lexsort((-self._weights, -np.where(self._ended, -np.inf, behind)))
         return int(order[0])

@@ -32,10 +32,10 @@ class DataConfig:
     )
     mixture: str = option(
         "",
-        "Several sources instead of data.source and data.path: `weight source path` of each, "
+        "Several sources instead of data.source and data.path: `weight source path` for each, "
         'separated by ";", such as "3 text books; 1 jsonl chats.jsonl; 0.5 ledger". Weights are '
-        "shares of tokens, of any sum; data.field and data.loss_on are of the sources that take "
-        'them. For data.packing="stream".',
+        "relative shares of tokens. data.field and data.loss_on apply to the sources that use "
+        'them. Needs data.packing="stream".',
     )
     path: str = option(
         "", "File or folder of the documents. Required by every source that reads files."
@@ -43,9 +43,9 @@ class DataConfig:
     field: str = option("text", "JSONL key or Parquet column that holds the text.")
     loss_on: str = option(
         "text",
-        'What the loss counts. "text": all of the text under data.field. "completion" and '
-        '"assistant" are for JSONL whose lines have `prompt` and `completion`, or `messages` with '
-        "`role` and `content`: the completion, or what the assistant says.",
+        'What the loss counts. "text": all text under data.field. "completion": of JSONL lines '
+        'with `prompt` and `completion`, the completion. "assistant": of JSONL lines with '
+        "`messages`, each with `role` and `content`, the assistant's content.",
         choices=LOSS_ON,
     )
     eval_path: str = option(
@@ -63,17 +63,17 @@ class DataConfig:
     )
     task_length: int = option(
         2048,
-        "Tokens of a generated document, begin and end id included.",
+        "Tokens per generated document, including the begin and end ids.",
         unit="tokens",
         minimum=256,
     )
     task_documents: int = option(
         100_000,
-        "Generated documents of an epoch, of which data.eval_fraction are for evaluation.",
+        "Generated documents per epoch, of which data.eval_fraction are for evaluation.",
         unit="documents",
         minimum=2,
     )
-    task_seed: int = option(0, "Generated documents follow from it and their number.", minimum=0)
+    task_seed: int = option(0, "Seed of generated documents.", minimum=0)
     tokenizer: str = option(
         "bytes",
         '"bytes" (258 ids), or the path of a Hugging Face tokenizer.json or of a SentencePiece '
@@ -205,7 +205,7 @@ def check_related(config: DataConfig) -> None:
 
 
 class _Part(NamedTuple):
-    """A source of a mixture."""
+    """One source of a mixture."""
 
     weight: float
     source: str
@@ -234,12 +234,12 @@ def _mixed(config: DataConfig) -> list[_Part]:
 
 
 def mixture_weights(config: DataConfig) -> tuple[float, ...]:
-    """The sources' shares of tokens, of any sum; (1.0,) without a mixture."""
+    """The sources' relative shares of tokens; (1.0,) without a mixture."""
     return tuple(part.weight for part in _mixed(config)) or (1.0,)
 
 
 def parts_of(config: DataConfig) -> list[DataConfig]:
-    """The options of each source by itself."""
+    """The options of each source separately."""
     if not config.mixture:
         return [config]
     parts = []

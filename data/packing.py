@@ -29,7 +29,7 @@ COLUMNS = 6
 
 
 class Record(NamedTuple):
-    """A stream's saved position in one source, and what it has read and produced there so far."""
+    """A stream's saved position in one source, and what it has read and produced from it so far."""
 
     position: Position = Position()
     counts: Counts = Counts()

@@ -23,7 +23,7 @@ SPAN_BYTES = 1 << 20
 # of all documents before the window.
 WINDOW = 500
 
-# Columns of the tables that tokens travel in.
+# Columns of the tables of tokens.
 TOKEN, TARGET, TARGET_BYTES, WEIGHT = range(4)
 
 
@@ -261,9 +261,9 @@ def _table(ids: ArrayLike, nbytes: ArrayLike, counts: bool) -> np.ndarray:
 
 
 def counted_parts(counted: np.ndarray | None, start: int, stop: int) -> list[tuple[int, int, bool]]:
-    """Cuts a span of bytes where the loss begins or ends to count: (start, stop, counts) of each.
+    """Cuts a span of bytes where counting for the loss begins or ends: (start, stop, counts) each.
 
-    Parts are encoded one by one, so that no token has bytes of both kinds.
+    Parts are encoded separately, so that no token has bytes of both kinds.
     """
     if counted is None:
         return [(start, stop, True)]

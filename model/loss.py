@@ -61,7 +61,7 @@ def token_scores(
     """(nats, whether correct) of each token, float32 and bool [B, T], without a gradient.
 
     nats: -log p(target). Correct: no other token has a higher logit. At most cfg.loss_chunk tokens
-    of a rank have logits at one time.
+    per rank have logits at any time.
     """
     scores = jax.shard_map(
         lambda *arrays: _local_token_scores(cfg, *arrays),

@@ -8,7 +8,7 @@ import re
 
 DESCRIPTIONS = {
     "learning/loss": "Mean over the tokens that the loss counts, nats per token.",
-    "learning/accuracy": "Share of the tokens that the loss counts whose logit is the highest.",
+    "learning/accuracy": "Fraction of the tokens that the loss counts whose logit is the highest.",
     "learning/bits_per_byte": "Bits per byte of the text that the tokens represent.",
     "learning/z_loss": "Mean of log(sum(exp(logits)))^2; only with config.train.z_loss.",
     "learning/grad_norm": "Global norm of the gradient before clipping.",
@@ -19,7 +19,7 @@ DESCRIPTIONS = {
     "data/epoch_N": "Passes over the documents of source N of config.data.mixture, from 0.",
     "data/share_N": "Share of the tokens so far that are of source N of config.data.mixture.",
     "eval/loss": "Mean over the validation tokens that the loss counts, nats per token.",
-    "eval/accuracy": "Share of these tokens whose logit is the highest.",
+    "eval/accuracy": "Fraction of these tokens whose logit is the highest.",
     "eval/bits_per_byte": "Bits per byte of the validation text.",
     "eval/seconds": "Wall time of the evaluation without compilation.",
     "perf/step_time_seconds": "Wall time per step; compilation, evaluation and saving excluded.",

@@ -32,13 +32,13 @@ class Batches(Protocol):
 
 
 class Evaluator:
-    """Call it with parameters. The step is compiled at the first call, unless it is already.
+    """Call it with parameters. The step is compiled at the first call, unless it already is.
 
     Args:
         batches: iterated from the start each time, in the same order. rows: rows of a batch.
-        goodput: compilation and evaluation are counted there.
-        reads_bytes: tokens below 256 are bytes: what gzip makes of the same text can be told.
-        waiting: a context for waits for documents, which a request to stop may end.
+        goodput: counts the time of compilation and evaluation.
+        reads_bytes: whether tokens below 256 are bytes, so that gzip can compress the same text.
+        waiting: a context for waits for documents, which a stop request may end.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Evaluator:
     def __call__(self, params: Any, between: Callable[[], None]) -> dict[str, float]:
         """eval/loss (nats per token), /accuracy, /bits_per_byte, /seconds (without compilation).
 
-        between: called before each batch, and twice a second while one is waited for.
+        between: called before each batch, and twice per second during a wait for one.
 
         Raises:
-            DataError: in all processes, where one of them cannot read its documents.
+            DataError: in all processes, if one of them cannot read its documents.
         """
         began = time.perf_counter()
         compiling = 0.0
@@ -95,7 +95,7 @@ class Evaluator:
         return self.last
 
     def _together(self, between: Callable[[], None]) -> Iterator[Batch]:
-        """The batches; an error of one process's data is raised in all, so that none waits."""
+        """Yields the batches; a data error of one process is raised in all, so that none waits."""
         iterator = iter(self._batches)
         while True:
             with self._waiting():

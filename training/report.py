@@ -71,10 +71,11 @@ class Meter:
     """Turns finished steps into numbers.
 
     Args:
-        slots: tokens of a step, padding included. cfg: for the FLOPs of a token.
+        slots: tokens of a step, including padding. cfg: for the FLOPs of a token.
         compiled_peak: bytes per device that the compiled step needs, None if unknown.
-        progress: is counted up.
-        skip_nonfinite: such steps were skipped on the device; otherwise they are an error.
+        progress: is updated.
+        skip_nonfinite: whether non-finite steps were skipped on the device; otherwise they are an
+            error.
     """
 
     def __init__(

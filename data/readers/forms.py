@@ -1,4 +1,4 @@
-"""What a JSON object must hold to be a document, and what of it the loss counts."""
+"""The forms of JSON objects that are documents, and which part of them the loss counts."""
 
 import dataclasses
 from typing import Any, Protocol
@@ -11,9 +11,9 @@ ASSISTANT = "assistant"
 
 
 class Form(Protocol):
-    """How an object becomes a document. Pickled to workers.
+    """Converts an object to a document. Pickled to workers.
 
-    option, needs, example: for an error, which option asks for what.
+    option, needs, example: for errors, the option and what it needs.
     """
 
     @property
@@ -58,7 +58,7 @@ class TextForm:
 
 @dataclasses.dataclass(frozen=True)
 class CompletionForm:
-    """`prompt` and `completion`, of which the completion counts, the end id included."""
+    """`prompt` and `completion`; the completion and the end id count."""
 
     option = "config.data.loss_on='completion'"
     needs = "line with texts under both 'prompt' and 'completion'"
@@ -80,7 +80,7 @@ class CompletionForm:
 class MessagesForm:
     """`messages`, a list of objects with `role` and `content`: lines "role: content".
 
-    Of messages by "assistant" the content and its line end count, and the end id after the last.
+    For messages of "assistant", the content and its line end count, and the end id after the last.
     """
 
     option = "config.data.loss_on='assistant'"
@@ -117,7 +117,7 @@ def _all_texts(values: list[Any]) -> list[str] | None:
 
 
 def form_of(loss_on: str, field: str) -> Form:
-    """The form that config.data.loss_on and config.data.field name."""
+    """The form selected by config.data.loss_on and config.data.field."""
     forms: dict[str, Form] = {
         "text": TextForm(field),
         "completion": CompletionForm(),

@@ -1,4 +1,4 @@
-"""JSONL: one document per line, a JSON object; forms.py says which of its values are the text."""
+"""JSONL: one document per line, a JSON object; see forms.py for which values are its text."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class JsonLinesReader:
         self._check_form()
 
     def _check_form(self) -> None:
-        """Refuses files that have no record of the form in any line of a sample of all files."""
+        """Refuses files if a sample of lines of all files has no record of the form."""
         keys: set[str] = set()
         for index in sample_of(len(self)).tolist():
             record = self._record(index)
@@ -81,7 +81,7 @@ def _parsed(line: str) -> Any:
         return None
 
 
-# Which texts of a line's JSON object make a document; None: it has none.
+# Selects the texts of a line's JSON object that form the document; None if there are none.
 type Select = Callable[[dict[str, Any]], list[str] | None]
 
 

@@ -47,8 +47,8 @@ class Document(NamedTuple):
     """One document.
 
     broken: the record could not be read as a document; its text is empty.
-    counted: what the loss counts, as ranges of bytes [n, 2] (start, stop) that ascend without
-        overlap; len(text) stands for the end id. They begin and end between characters. None: all.
+    counted: what the loss counts, as ascending, disjoint byte ranges [n, 2] (start, stop);
+        len(text) is the end id. They begin and end between characters. None: everything.
     """
 
     text: Text

@@ -10,7 +10,7 @@ import numpy as np
 
 from data.tasks.task import Written
 
-ROW = 256  # tokens, the begin id included
+ROW = 256  # tokens, including the begin id
 KEYS = b"abcdefghijklmnopqrstuvwxyz012345"
 VALUES = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ!#$%&*"
 KEYS_USED = 16
@@ -22,7 +22,7 @@ _BYTES = (4, 5, FILLER_BYTES)  # of an event, at most
 
 
 def write(generator: np.random.Generator, length: int) -> Written:
-    """Returns a ledger of so many bytes."""
+    """Returns a ledger of exactly this many bytes."""
     book = _Book(generator)
     for event in _first_row(generator, min(length, ROW - 1)):
         book.add(event)
@@ -38,7 +38,7 @@ def _other(generator: np.random.Generator) -> int:
 
 
 def _first_row(generator: np.random.Generator, length: int) -> list[int]:
-    """The events of the first row: every key's write, and what else has room, in random order."""
+    """The events of the first row: each key's write, and others that fit, in random order."""
     left = length - KEYS_USED * _BYTES[_WRITE]
     others: list[int] = []
     while left >= max(_BYTES):
@@ -49,7 +49,7 @@ def _first_row(generator: np.random.Generator, length: int) -> list[int]:
 
 
 class _Book:
-    """A ledger as it is written."""
+    """A ledger under construction."""
 
     def __init__(self, generator: np.random.Generator):
         self._generator = generator

@@ -1,4 +1,4 @@
-"""Palindromes: random letters, a bar, and the letters backwards, all of which the loss counts.
+"""Palindromes: random letters, a bar, and the letters reversed, which the loss counts.
 
 Guessing is right once in 32.
 """
@@ -11,7 +11,7 @@ LETTERS = b"abcdefghijklmnopqrstuvwxyz012345"
 
 
 def write(generator: np.random.Generator, length: int) -> Written:
-    """Returns a palindrome of so many bytes; with an even number of them the last is blank."""
+    """Returns a palindrome of this many bytes; if the number is even, the last byte is a blank."""
     half = (length - 1) // 2
     letters = bytes(LETTERS[i] for i in generator.integers(len(LETTERS), size=half))
     text = letters + b"|" + letters[::-1]

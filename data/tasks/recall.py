@@ -16,7 +16,7 @@ EVENT_BYTES = 5
 
 
 def write(generator: np.random.Generator, length: int) -> Written:
-    """Returns a document of so many bytes; what is left after the last whole question is blank."""
+    """Returns a document of this many bytes; the rest after the last question is blank."""
     events = length // EVENT_BYTES
     pairs = min(max(events // 4, 1), len(LETTERS) ** 2)
     keys = generator.permutation(len(LETTERS) ** 2)[:pairs]

@@ -1,4 +1,4 @@
-"""Tasks by their names in config.data.source (data/options.py lists them too)."""
+"""Tasks by their names in config.data.source (also listed in data/options.py)."""
 
 from data.tasks import ledger, palindrome, recall, stack
 from data.tasks.task import Write

@@ -1,4 +1,4 @@
-"""Stacks: values are pushed onto one of 16 stacks and popped from them, the last first.
+"""Stacks: values are pushed onto one of 16 stacks and popped from it, last in, first out.
 
     +sv    pushes v onto stack s        -sv    pops it; the loss counts v
 
@@ -15,7 +15,7 @@ EVENT_BYTES = 3
 
 
 def write(generator: np.random.Generator, length: int) -> Written:
-    """Returns events of so many bytes; what is left after the last whole one is blank."""
+    """Returns events of this many bytes in total; the rest after the last event is blank."""
     held: dict[int, list[int]] = {stack: [] for stack in STACKS}
     text, answers = bytearray(), list[int]()
     pops = generator.random(length // EVENT_BYTES) < 0.5

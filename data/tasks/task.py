@@ -1,7 +1,7 @@
-"""Generated documents: what a task is, and the reader that makes each of them when it is read.
+"""Generated documents: the interface of a task, and a reader that generates them on access.
 
-To write a task, add a module with a function like `ledger.write` and enter it in registry.py. A
-document is bytes, and the positions of its answers, which alone the loss counts.
+To write a task, add a module with a function like `ledger.write` and add it to registry.py. A
+document consists of bytes and of the positions of its answers; the loss counts only answers.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ class Written(NamedTuple):
     answers: np.ndarray
 
 
-# Writes a document of exactly so many bytes with random numbers of the generator.
+# Writes a document of exactly this many bytes, with random numbers from the generator.
 type Write = Callable[[np.random.Generator, int], Written]
 
 
 class TaskReader:
-    """Documents of a task, each made from (seed, number) alone: nothing is stored.
+    """Documents of a task, each generated from (seed, number), so that nothing is stored.
 
-    length: tokens of a document, with its begin and end id. count: documents of an epoch.
+    length: tokens per document, including begin and end ids. count: documents per epoch.
     """
 
     def __init__(self, write: Write, *, length: int, count: int, seed: int):
@@ -42,7 +42,7 @@ class TaskReader:
         return len(self.sizes)
 
     def fingerprint(self) -> str:
-        """Changes with the code that writes documents, too."""
+        """Also changes with the code that writes documents."""
         module = inspect.getmodule(self._write)
         assert module is not None
         code = hashlib.sha256(inspect.getsource(module).encode()).hexdigest()[:16]
