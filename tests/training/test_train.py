@@ -208,7 +208,8 @@ Store.save = hung
 """
 
 
-@pytest.mark.parametrize("place", ["save", pytest.param("wait", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["save", "wait"])
 def test_told_to_stop_while_a_save_hangs(tmp_path, place):
     hang = HUNG_SAVE.format(place=place)
     if place == "wait":
