@@ -9,9 +9,11 @@ import numpy as np
 import optax
 import pytest
 
+from model.axes import ParamSpec
 from model.params import param_shardings, param_specs
 from tests.model_cases import MIXED, make_mesh, make_params
 from training import optimizer as training_optimizer
+from training.muon import scale_by_muon
 from training.optimizer import _muon, rule_names
 from training.options import OptimizerOptions
 from training.state import flatten, state_shapes
@@ -178,3 +180,25 @@ def test_muon_is_optaxs(count):
     assert found.keys() == {n for n in expected if "/adam/" not in n}
     for name, leaf in found.items():
         np.testing.assert_allclose(leaf, expected[name], rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"expert": 2, "fsdp": 2, "tensor": 2}], ids=str)
+def test_muon_orthogonalises_each_experts_matrix(sizes):
+    """The update of a stack [R, E, I, O] is that of its matrices one by one, on every mesh."""
+    shape, mesh = (3, 4, 8, 6), make_mesh(**sizes)
+    stack = jax.random.normal(jax.random.key(2), shape)
+    axes = ("repeats", "experts", "width", "ffn")
+    spec = ParamSpec(shape, axes, None, decays=True, cast=True, muon=True)  # type: ignore[arg-type]
+    sharding = jax.NamedSharding(mesh, spec.partition(mesh))
+    assert not sizes or sharding.shard_shape(shape) == (3, 2, 4, 3)
+
+    def update(x, sharding):
+        optimizer = scale_by_muon(0.95, {"w": sharding})
+        return jax.jit(optimizer.update)({"w": x}, optimizer.init({"w": x}))[0]["w"]
+
+    found = update(jax.device_put(stack, sharding), sharding)
+    whole = jax.NamedSharding(make_mesh(), jax.P(None, None, None))
+    expected = update(stack.reshape(-1, *shape[2:]), whole).reshape(shape)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    values = np.linalg.svd(np.asarray(expected), compute_uv=False)
+    assert np.median(values) == pytest.approx(1.0, abs=0.35)

@@ -17,6 +17,7 @@ import pytest
 from data.batch import Batch
 from data.loader import make_loader
 from data.options import DataConfig
+from model.decoder import forward, init_carry
 from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, row
 from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
 from training.options import OptimizerOptions, TrainOptions
@@ -292,3 +293,34 @@ def test_attention_sees_so_many_keys():
     ids = np.stack([row((1, 3), (2, 2), (0, 59)), row((1, 64))])[None]
     metrics, _, _ = run(dataclasses.replace(ONE, pattern="attention"), batch_of(ids))
     assert metrics["attended"] == (1 + 2 + 3) + (1 + 2) + 64 * 65 / 2
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "mesh_sizes"),
+    [
+        (2, {"expert": 2}),
+        pytest.param(1, {"fsdp": 2, "context": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_biases_of_experts_move_once_a_step_by_the_counts_of_all_tokens(accumulation, mesh_sizes):
+    """Sums over parts and ranks: parts hold different rows, one of them hardly any token."""
+    cfg = dataclasses.replace(
+        ONE,
+        pattern="attention",
+        ffn="experts",
+        num_experts=4,
+        expert_d_ff=16,
+        router_bias_rate=0.125,
+    )
+    options = TrainOptions(grad_accum_steps=accumulation)
+    metrics, _, state = run(cfg, batch_of(UNEVEN), options, **mesh_sizes)
+    params, batch = make_params(cfg), batch_of(UNEVEN)
+    arrays = batch.tokens[0], batch.segment_ids[0], batch.continues[0], init_carry(cfg, 4)
+    _, _, (found,) = jax.jit(forward, static_argnums=(1, 6))(params, cfg, *arrays, make_mesh())
+    counts = np.asarray(found["expert_tokens"][0])
+    assert counts.sum() == 2 * (64 + 9 + 64)
+    before, after = params["blocks"][0]["ffn"], state.params["blocks"][0]["ffn"]
+    moved = np.asarray(after["router_bias"] - before["router_bias"])[0]
+    np.testing.assert_allclose(moved, 0.125 * np.sign(counts.mean() - counts), atol=1e-6)
+    assert metrics["layer_00/expert_load"] == pytest.approx(counts.max() / counts.mean())
+    assert metrics["layer_00/dropped_tokens"] == 0
