@@ -17,7 +17,7 @@ DESCRIPTIONS = {
     "learning/tokens_seen": "Real tokens trained on, restarts included.",
     "learning/epoch": "Passes over the training documents so far.",
     "data/epoch_N": "Passes over the documents of source N of config.data.mixture, from 0.",
-    "data/share_N": "Share of the tokens so far that are of source N of config.data.mixture.",
+    "data/share_N": "Fraction of the tokens so far that come from source N of config.data.mixture.",
     "eval/loss": "Mean over the validation tokens that the loss counts, nats per token.",
     "eval/accuracy": "Fraction of these tokens whose logit is the highest.",
     "eval/bits_per_byte": "Bits per byte of the validation text.",

@@ -21,7 +21,8 @@ between tokens, and with StatePolicy.SAVE v_new), and the requested states.
 Segments. A decay of -1e30 at a segment's first token resets the state inside the chunk, at no cost.
 If segments may start from states other than zero, or if every segment's state is requested
 (`plan.pieces`), a chunk is cut into pieces at its starts. The state-dependent part then runs once
-per piece, with the other tokens masked; a chunk without a start is a single piece.
+per piece, with the other tokens masked; a chunk without a start is a single piece. What the local
+phase keeps of a token is then relative to the token's piece.
 """
 
 from typing import Any, NamedTuple
