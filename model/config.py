@@ -136,6 +136,13 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
         if self.mla_value_dim > most:
             needed = f"at most config.model.mla_nope_dim + config.model.mla_rope_dim ({most})"
             raise wrong("config.model.mla_value_dim", self.mla_value_dim, needed, most)
+        if 0 < self.mla_rotation_base < 1:
+            needed = "0 (no rotation) or a number >= 1"
+            raise wrong("config.model.mla_rotation_base", self.mla_rotation_base, needed, 10000.0)
+        if self.mla_rotation_base and self.mla_rope_dim % 2:
+            needed = "an even number if config.model.mla_rotation_base is not 0"
+            even = self.mla_rope_dim + 1
+            raise wrong("config.model.mla_rope_dim", self.mla_rope_dim, needed, even)
         if self.attention_memory and not self.carry:
             needed = "0 if config.model.carry is False"
             raise wrong("config.model.attention_memory", self.attention_memory, needed, 0)

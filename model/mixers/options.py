@@ -142,7 +142,8 @@ class MlaOptions:
     )
     mla_rope_dim: int = option(
         64,
-        "Additional query channels, whose keys all heads share; not rotated.",
+        "Additional query channels, whose keys all heads share; an even number if "
+        "mla_rotation_base is not 0.",
         minimum=1,
         on_resume="model",
     )
@@ -150,5 +151,18 @@ class MlaOptions:
         128,
         "Channels of a head's values; at most mla_nope_dim + mla_rope_dim.",
         minimum=1,
+        on_resume="model",
+    )
+    mla_rotation_base: float = option(
+        0.0,
+        "Base of the rotary position encoding on the mla_rope_dim channels, at least 1, such as "
+        "10000. 0: no rotation, as in Kimi Linear.",
+        minimum=0,
+        on_resume="model",
+    )
+    mla_output_gate: bool = option(
+        False,
+        "Multiply the values that each head reads by the sigmoid of a projection of the layer's "
+        "input.",
         on_resume="model",
     )
