@@ -126,7 +126,7 @@ def init_carry(cfg: ModelConfig, rows: int) -> Arrays:
 
 
 def carry_shardings(cfg: ModelConfig, mesh: Mesh) -> Arrays:
-    """Tree of `NamedSharding`, one an array of the carry."""
+    """Tree of `NamedSharding`, one per array of the carry."""
 
     def sharding(spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(None, *spec))
@@ -172,8 +172,8 @@ def _run_blocks(
     metrics)), the latter two likewise.
 
     Nothing inside the loop over layers sums over ranks but the gradients of matrices: small
-    parameters and the carry enter it as one copy a rank, whose gradients are added after it, and
-    what layers hand to the next row leaves it as one share a rank.
+    parameters and the carry enter it as one copy per rank, whose gradients are added after it, and
+    what layers hand to the next row leaves it as one share per rank.
     """
     mixers, specs = mixers_of(cfg), block_specs(cfg)
     layers = [

@@ -198,7 +198,7 @@ class Generator:
 
 
 def _single(tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """tokens, segment_ids and continues of one token a row."""
+    """tokens, segment_ids and continues of one token per row."""
     return tokens[:, None], jnp.ones((len(tokens), 1), jnp.int32), jnp.ones(len(tokens), bool)
 
 

@@ -1,4 +1,4 @@
-"""The loop over layers, whose gradient is written out.
+"""The loop over layers, with an explicit gradient.
 
 A layer is a function
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from model.axes import Tree
 
 Layer = Callable[..., tuple[jax.Array, Tree, Tree, Tree]]
-Stacked = tuple[Any, ...]  # one tree a position of the pattern, arrays [R, ...]
+Stacked = tuple[Any, ...]  # one tree per position of the pattern, arrays [R, ...]
 
 
 def run_layers(

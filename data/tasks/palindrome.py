@@ -1,6 +1,6 @@
 """Palindromes: random letters, a bar, and the letters reversed, which the loss counts.
 
-Guessing is right once in 32.
+A guess is right with probability 1/32.
 """
 
 import numpy as np
