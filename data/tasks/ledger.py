@@ -1,10 +1,9 @@
-"""The ledger: keys get values, and queries ask for the newest value of a key, even rows later.
+"""The ledger: keys get values, and queries ask for the newest value of a key, rows later too.
 
     k=v;    a write        ?k:v;    a query, whose v the loss counts        ....    filler
 
 A document has 16 of 32 keys. All are written in its first row of 256 tokens, among queries and
-filler; after that, one event in ten gives a key a new value. A guess is right with probability
-1/32.
+filler; from then on an event in ten gives a key another value. Guessing is right once in 32.
 """
 
 import numpy as np
@@ -62,7 +61,7 @@ class _Book:
     def add(self, event: int) -> None:
         draw = self._generator.integers
         if event == _WRITE:
-            # Each key is written once, in order, before any is written again.
+            # Every key once, in their order, before any is written again.
             known = len(self._values)
             key = self._keys[known if known < KEYS_USED else draw(KEYS_USED)]
             value = self._values[key] = VALUES[draw(len(VALUES))]

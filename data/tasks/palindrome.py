@@ -1,6 +1,6 @@
 """Palindromes: random letters, a bar, and the letters reversed, which the loss counts.
 
-A guess is right with probability 1/32.
+Guessing is right once in 32.
 """
 
 import numpy as np

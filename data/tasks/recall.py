@@ -3,7 +3,7 @@
     ab=v;    a key of two letters and its value, all keys different
     ab:v;    a question, whose v the loss counts
 
-A quarter of the document is keys and values. A guess is right with probability 1/32.
+A quarter of the document is keys and values. Guessing is right once in 32.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ def write(generator: np.random.Generator, length: int) -> Written:
     pairs = min(max(events // 4, 1), len(LETTERS) ** 2)
     keys = generator.permutation(len(LETTERS) ** 2)[:pairs]
     values = generator.integers(len(VALUES), size=pairs)
-    # Every pair has one question before any has a second.
+    # Every pair has its question before any has a second one.
     rounds = -(-(events - pairs) // pairs)
     asked = np.concatenate([generator.permutation(pairs) for _ in range(rounds)])[: events - pairs]
     told = [_event(keys[i], b"=", values[i]) for i in range(pairs)]

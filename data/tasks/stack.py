@@ -2,7 +2,7 @@
 
     +sv    pushes v onto stack s        -sv    pops it; the loss counts v
 
-A guess is right with probability 1/32.
+Guessing is right once in 32.
 """
 
 import numpy as np
