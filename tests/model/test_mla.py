@@ -259,8 +259,8 @@ def test_rows_with_memory_are_one_long_row():
     "mesh_sizes",
     [
         {},
-        {"context": 4, "tensor": 2},
         pytest.param({"context": 2}, marks=pytest.mark.slow),
+        pytest.param({"context": 4, "tensor": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
