@@ -90,6 +90,7 @@ def test_rows_with_memory_equal_one_long_row(cfg, mesh):
     check_equal(results(cfg, WINDOWS, **mesh), results(cfg, 1))
 
 
+@pytest.mark.slow
 def test_memory_flags_and_length_matter():
     """Else the test above proves nothing."""
     expected = results(COVERS, 1)
@@ -101,6 +102,7 @@ def test_memory_flags_and_length_matter():
         assert worst(other[1], expected[1])[0] > 1e-3
 
 
+@pytest.mark.slow
 def test_a_short_memory_is_the_same_on_every_mesh():
     short = dataclasses.replace(COVERS, attention_memory=12)
     check_equal(results(short, WINDOWS, context=4), results(short, WINDOWS))

@@ -21,6 +21,7 @@ def run(workdir, *arguments: str, **variables: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.slow
 def test_what_the_terminal_cannot_show_is_escaped(tmp_path):
     workdir, encoding = tmp_path / "é 漢", "ascii:strict"
     for steps, code in (("2", 0), ("3", 0)):

@@ -60,7 +60,7 @@ SWEPT = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_sweep_lowers_to_one_program(optimizer):
     def program(changes, **train_options) -> str:
         config = smoke.get_config()
