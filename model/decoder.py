@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels.segments import plan_segments
+from model.ahead import Ahead
 from model.axes import CONTEXT, FSDP, TENSOR, TOKEN_SPEC, Arrays, Specs, Tree
 from model.config import ModelConfig
 from model.ffn import FeedForward, feed_forwards_of
@@ -136,13 +137,17 @@ def _run_blocks(
         _checkpointed(cfg, _layer(cfg, mixer, ffn, spec, mesh))
         for mixer, ffn, spec in zip(mixers, feed_forwards_of(cfg), specs, strict=True)
     ]
-    run = run_layers_recomputed if cfg.remat == "full" else run_layers
+    run = run_layers
+    if cfg.remat == "full":
+        run = functools.partial(run_layers_recomputed, ahead=Ahead(specs, cfg, mesh))
     kept = tuple(mixer.carry_specs(cfg) for mixer in mixers)
     begins = jax.tree.map(
         lambda x, spec: x if _is_divided(spec) else copies(x, (CONTEXT,), spec, mesh), carry, kept
     )
     params = tuple(spread_params(*pair, mesh) for pair in zip(params, specs, strict=True))
-    hidden, (ends, metrics) = run(layers, params, hidden, begins, plan, cfg.scan_layers)
+    hidden, (ends, metrics) = run(
+        layers, params=params, hidden=hidden, carry=begins, plan=plan, scan=cfg.scan_layers
+    )
     ends = jax.tree.map(
         lambda x, spec: x if _is_divided(spec) else jnp.sum(x, axis=1, dtype=x.dtype), ends, kept
     )

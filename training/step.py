@@ -18,6 +18,7 @@ from model.config import ModelConfig
 from model.decoder import carry_shardings, forward
 from model.flops import key_flops_per_token
 from model.loss import LossSums, loss_sums
+from training.compiler import compiler_options
 from training.options import TrainOptions
 from training.state import TrainState
 
@@ -79,7 +80,12 @@ def make_train_step(
         return done, reported | metrics
 
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(step, donate_argnums=0, out_shardings=(where, whole))
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(where, whole),
+        compiler_options=compiler_options(mesh),
+    )
 
 
 def make_eval_step(cfg: ModelConfig, mesh: Mesh) -> Any:

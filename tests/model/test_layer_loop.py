@@ -1,5 +1,6 @@
 """What the loop over layers exchanges between context ranks, read from compiled programs."""
 
+import math
 import re
 
 import jax
@@ -9,11 +10,11 @@ import pytest
 from model.axes import MESH_AXES
 from model.decoder import forward, init_carry
 from model.loss import loss_sums
-from model.params import param_shardings
+from model.params import block_specs, param_shardings
 from tests.model_cases import KDA, make_batch, make_mesh, make_params, row
 
 RANKS = 4
-_OPERATION = re.compile(r"= (.*?) (all-reduce|collective-permute)(?:-start)?\(")
+_OPERATION = re.compile(r"= (.*?) (all-reduce|reduce-scatter|collective-permute)(?:-start)?\(")
 
 
 def loop_operations(text: str, kind: str) -> list[str]:
@@ -47,12 +48,13 @@ def program() -> str:
 
 
 def test_only_gradients_of_matrices_are_summed_over_ranks_within_the_loop(program):
-    """Carry, convolution inputs, taps, gains and gates leave it as shares."""
-    summed = [t for types in loop_operations(program, "all-reduce") for t in types.split("f32")]
-    sizes = {tuple(map(int, s.split(","))) for s in re.findall(r"\[([\d,]+)\]", " ".join(summed))}
-    width, matrices = KDA.d_model, {size for size in sizes if len(size) > 1 and min(size) > 1}
-    assert matrices and sizes == matrices, sizes
-    assert all(width in size or KDA.gate_rank in size for size in matrices), matrices
+    """They are reduce-scattered. Carry, convolution inputs, taps, gains and gates leave the loop as
+    shares."""
+    assert not loop_operations(program, "all-reduce")
+    types = " ".join(loop_operations(program, "reduce-scatter"))
+    sizes = {tuple(map(int, s.split(","))) for s in re.findall(r"f32\[([\d,]+)\]", types)}
+    wanted = {math.prod(x.shape) // RANKS for x in jax.tree.leaves(block_specs(KDA)) if x.is_matrix}
+    assert {math.prod(size) for size in sizes} == wanted, types
 
 
 def test_a_layer_passes_states_once_forward_and_cotangents_once_back(program):

@@ -1,0 +1,129 @@
+"""Matrices gathered for use: each token rank has its own copy, and its own share of the gradient.
+
+A matrix is kept divided over fsdp and context (`ParamSpec.partition`) and used whole. Products with
+it (`layers.matmul`) take the rank's copy; what they give to its gradient stays on the rank until
+`reduce` sums the shares of all ranks and divides the sum as the matrix is kept. Both steps are
+functions of their own, so that the loop over layers can begin them a layer early or end them a
+layer late.
+
+Axes: I input, O output of a matrix; ranks are those of `TOKENS`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from kernels.vma import vary
+from model.axes import TOKENS, ParamSpec
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("copies", "shares"),
+    meta_fields=("spec", "mesh"),
+)
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """A matrix as products take it.
+
+    Attributes:
+        copies: [ranks, I, O] in the compute dtype, one copy a token rank. It has no gradient.
+        shares: zeros [ranks, I, O] float32, whose gradient is each rank's share of the matrix's.
+            Nothing reads the values, so compiled programs do not contain them.
+        spec: how I and O are divided over tensor.
+    """
+
+    copies: jax.Array
+    shares: jax.Array
+    spec: PartitionSpec
+    mesh: Mesh
+
+
+def takes(spec: ParamSpec) -> bool:
+    """Whether layers use a parameter in this form: a matrix that only products read."""
+    return spec.is_matrix and spec.cast and len(spec.axes) == 2
+
+
+def gather(param: jax.Array, spec: ParamSpec, dtype: str, mesh: Mesh) -> jax.Array:
+    """[I, O] float32 at rest -> copies [ranks, I, O]; not differentiable, see `use`."""
+
+    def on_rank(param: jax.Array) -> jax.Array:
+        for dimension, axes in _exchanges(spec, mesh):
+            param = jax.lax.all_gather(param, axes, axis=dimension, tiled=True)
+        return vary(param, TOKENS)[None]
+
+    # Rounded first, which changes nothing: XLA would otherwise cast the matrices of all layers
+    # before the loop over layers, and hold both copies throughout.
+    kind = jnp.finfo(dtype)
+    param = jax.lax.reduce_precision(param, kind.nexp, kind.nmant).astype(dtype)
+    island = jax.shard_map(
+        on_rank, mesh=mesh, in_specs=spec.partition(mesh), out_specs=_of_ranks(spec)
+    )
+    return island(param)
+
+
+def reduce(shares: jax.Array, spec: ParamSpec, mesh: Mesh) -> jax.Array:
+    """Shares [ranks, I, O] float32 -> their sum [I, O], divided as the matrix is at rest."""
+
+    def on_rank(shares: jax.Array) -> jax.Array:
+        total = shares[0]
+        scattered = set()
+        for dimension, axes in _exchanges(spec, mesh):
+            total = jax.lax.psum_scatter(total, axes, scatter_dimension=dimension, tiled=True)
+            scattered |= {*axes}
+        others = tuple(axis for axis in TOKENS if axis not in scattered)
+        return jax.lax.psum(total, others) if others else total
+
+    island = jax.shard_map(
+        on_rank, mesh=mesh, in_specs=_of_ranks(spec), out_specs=spec.partition(mesh)
+    )
+    return island(shares)
+
+
+def hold(copies: jax.Array, spec: ParamSpec, mesh: Mesh) -> Gathered:
+    """Copies as products take them."""
+    shares = no_shares(spec, mesh)
+    return Gathered(copies, shares, spec.use_partition, mesh)
+
+
+def no_shares(spec: ParamSpec, mesh: Mesh) -> jax.Array:
+    """Shares of a gradient that is zero."""
+    ranks = math.prod(mesh.shape[axis] for axis in TOKENS)
+    zeros = jnp.zeros((ranks, *spec.shape), jnp.float32)
+    return jax.lax.with_sharding_constraint(zeros, jax.NamedSharding(mesh, _of_ranks(spec)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def use(param: jax.Array, spec: ParamSpec, dtype: str, mesh: Mesh) -> Gathered:
+    """`gather` and `hold`; the gradient is reduced where it arises."""
+    return hold(gather(param, spec, dtype, mesh), spec, mesh)
+
+
+def _use_forward(param, spec, dtype, mesh):
+    return use(param, spec, dtype, mesh), None
+
+
+def _use_backward(spec, dtype, mesh, _, gradient: Gathered):
+    return (reduce(gradient.shares, spec, mesh),)
+
+
+use.defvjp(_use_forward, _use_backward)
+
+
+def _of_ranks(spec: ParamSpec) -> PartitionSpec:
+    return PartitionSpec(TOKENS, *spec.use_partition)
+
+
+def _exchanges(spec: ParamSpec, mesh: Mesh) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """(dimension, mesh axes that divide it at rest but not in use)."""
+    kept, used = spec.partition(mesh), spec.use_partition
+    for dimension, (at_rest, in_use) in enumerate(zip(kept, used, strict=True)):
+        names = at_rest if isinstance(at_rest, tuple) else (at_rest,) if at_rest else ()
+        axes = tuple(axis for axis in names if axis != in_use)
+        if axes:
+            yield dimension, axes
