@@ -103,7 +103,12 @@ def make_eval_step(cfg: ModelConfig, mesh: Mesh) -> Any:
         }
 
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(step, donate_argnums=1, out_shardings=(carry_shardings(cfg, mesh), whole))
+    return jax.jit(
+        step,
+        donate_argnums=1,
+        out_shardings=(carry_shardings(cfg, mesh), whole),
+        compiler_options=compiler_options(mesh),
+    )
 
 
 def make_votes(mesh: Mesh) -> tuple[jax.Array, jax.Array]:
