@@ -10,7 +10,7 @@ PORT ?= 6006
 # A worker that crashed would leave its file's other tests waiting for ever: end instead.
 TEST := JAX_PLATFORMS=cpu $(PYTHON_ENV) -m pytest -n 2 --dist loadfile --max-worker-restart=0
 
-.PHONY: setup setup-dev train test test-slow test-long test-all lint format bench tensorboard requirements
+.PHONY: setup setup-dev train test test-slow test-long test-all lint format tpu-check bench tensorboard requirements
 
 setup:
 	@scripts/setup.sh
@@ -42,6 +42,9 @@ lint: setup-dev
 format: setup-dev
 	$(PYTHON_ENV) -m ruff format .
 	$(PYTHON_ENV) -m ruff check --fix .
+
+tpu-check: setup  ## kernels, memory and estimates on this machine's TPU; ARGS=--interpret without one
+	$(PYTHON_ENV) -m training.tpu_check $(ARGS)
 
 bench: setup-dev
 	$(PYTHON_ENV) -m benchmarks.train_step

@@ -1,18 +1,18 @@
 """The kinds of errors that end a run with one line on stderr; each has its exit code.
 
-Any package may raise them. Any other exception is a bug, or a failure of a library that nobody has
-given a line yet: it ends with its traceback.
+Any package may raise them. Any other exception is a bug, or a library failure that has no one-line
+message yet; it ends the run with a traceback.
 """
 
 
 class TrainerError(Exception):
-    """Its text is one line: what was given or happened, what is needed, what to try."""
+    """The message is one line: what was given or happened, what is needed, what to try."""
 
     exit_code = 1
 
 
 class UserError(TrainerError, ValueError):
-    """Something given cannot work: an option, a flag, the environment or the data."""
+    """The user's input cannot work: an option, a flag, the environment or the data."""
 
     exit_code = 2
 
@@ -24,7 +24,7 @@ class RunError(TrainerError):
 
 
 class DataError(RunError):
-    """Documents can no longer be read: a file has changed, or a process that reads has died.
+    """Documents can no longer be read: a file has changed, or a worker process has died.
 
-    The state of the training is whole, so the last step can be saved.
+    The training state is intact, so the last step can be saved.
     """

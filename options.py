@@ -2,8 +2,8 @@
 
 Every package declares its options in frozen records (`data/options.py`, `model/config.py`,
 `training/options.py`, ...). `configs/base.py` collects the records; checks, `--help` and
-docs/configuration.md are derived from the same metadata. This module imports errors.py and the
-standard library alone, so any package may import it.
+docs/configuration.md are derived from the same metadata. This module imports only errors.py and
+the standard library, so any package may import it.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ MAX_INT = 2**31 - 1  # steps and positions are counted in int32
 
 
 class OptionError(UserError):
-    """A mistake in an option: one line with the option, what was given, needed and what to try."""
+    """A mistake in an option: one line with the option, its value, what it needs, what to try."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Option:
 
     Attributes:
         help: meaning in one or two sentences, without default, unit and range.
-        unit: such as "steps", "tokens"; "" for texts, flags and pure numbers.
+        unit: such as "steps", "tokens"; "" for strings, booleans and dimensionless numbers.
         minimum, maximum: inclusive bounds. above, below: exclusive bounds. None: unbounded.
-        choices: the allowed values of a text; () allows any.
+        choices: the allowed values of a string; () allows any.
         try_value: the value that an error suggests. None: the default.
         renamed_from: earlier names, and names that other trainers use, for hints.
-        on_resume: what a change means for a run that resumes. "model": the parameters are of
-            another model; "state": the rest of the state is of another kind; "report": it may
-            change, with a line; "silent": without.
+        on_resume: what a change means for a run that resumes. "model": the saved parameters belong
+            to a different model; "state": the rest of the saved state has a different structure;
+            "report": the change is allowed and reported; "silent": it is allowed.
     """
 
     help: str
@@ -48,7 +48,7 @@ class Option:
     on_resume: str = "report"
 
     def constraint(self) -> str:
-        """The allowed values in words, "" where there is no constraint."""
+        """The allowed values in words, "" if there is no constraint."""
         if self.choices:
             return "one of " + ", ".join(repr(choice) for choice in self.choices)
         bounds = [
@@ -84,20 +84,20 @@ def option[T](default: T, help: str, **metadata: Any) -> T:
 
 
 def declared(record: type) -> Iterator[tuple[dataclasses.Field, Option]]:
-    """The options of a record, in order; fields without metadata are not options."""
+    """Yields the options of a record, in order; fields without metadata are not options."""
     for field in dataclasses.fields(record):
         if "option" in field.metadata:
             yield field, field.metadata["option"]
 
 
 def check(record: Any, group: str) -> None:
-    """Checks each option of a record by itself: type, range and choices.
+    """Checks the type, range and choices of each option of a record.
 
     Args:
         record: an instance of a dataclass. group: its name in the config, such as "data".
 
     Raises:
-        OptionError: for the first option that does not fit.
+        OptionError: for the first option that fails a check.
     """
     for field, metadata in declared(type(record)):
         check_value(f"config.{group}.{field.name}", getattr(record, field.name), field, metadata)

@@ -106,7 +106,7 @@ class Masked:
     """Batches of which only some targets count, chosen by their positions in their documents."""
 
     def __init__(self, batches, keep):
-        self._batches, self._keep = batches, keep
+        self._batches, self._keep, self.ready = batches, keep, batches.ready
 
     def __iter__(self):
         for batch in self._batches:

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from errors import UserError
 from training.estimate.compile import TooLarge
 from training.estimate.plan import Plan, make_plan
-from training.estimate.topology import GENERATIONS, KERNEL_STALLS, Topology
+from training.estimate.topology import GENERATIONS, Topology
 
 DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "measurements.md"
 TOPOLOGIES = {
@@ -121,11 +121,11 @@ def remat_table() -> Iterator[str]:
 
 def calibration_table() -> Iterator[str]:
     """The estimate of a kernel's time against published times."""
-    clock = GENERATIONS["tpu7x"].clock
+    tpu7x = GENERATIONS["tpu7x"]
     yield "| tokamax on v7x | bundles | published ms | ns a bundle | estimated ms | error |"
     yield "|" + "---|" * 6
     for each in TOKAMAX:
-        estimate = 1e3 * each.bundles * KERNEL_STALLS / clock
+        estimate = 1e3 * each.bundles * tpu7x.kernel_stalls / tpu7x.clock
         yield (
             f"| {each.name} | {each.bundles:,} | {each.milliseconds} | "
             f"{1e6 * each.milliseconds / each.bundles:.3f} | {estimate:.3f} | "

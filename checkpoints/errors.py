@@ -1,11 +1,11 @@
-"""Kinds of failures of checkpoints, each with a message of one line."""
+"""Checkpoint errors, each with a one-line message."""
 
 import re
 from types import TracebackType
 
 from errors import RunError
 
-# How TensorStore's errors begin where the connection fails, rather than the data.
+# Status codes in TensorStore's errors that mean a failed connection, not bad data.
 _UNREACHABLE = re.compile(
     "PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|RESOURCE_EXHAUSTED"
 )
@@ -25,7 +25,7 @@ class DamagedError(CheckpointError):
 
 
 class one_line:
-    """Context manager: converts any exception to a CheckpointError of one line."""
+    """Context manager that converts any exception to a CheckpointError with a one-line message."""
 
     def __init__(self, what: str, advice: str):
         self._what, self._advice = what, advice
@@ -44,9 +44,9 @@ class one_line:
 
 
 def check_reached(place: str, error: Exception) -> None:
-    """Raises CheckpointError where the storage could not be reached.
+    """Raises CheckpointError if the storage could not be reached.
 
-    A step that cannot be reached may be whole, so it is not skipped as a broken one is.
+    A step that cannot be reached may be intact, so it is not skipped like a broken one.
     """
     if isinstance(error, OSError):
         unreachable = not isinstance(error, (FileNotFoundError, NotADirectoryError))
@@ -55,18 +55,18 @@ def check_reached(place: str, error: Exception) -> None:
     if unreachable or _UNREACHABLE.search(str(error)):
         raise CheckpointError(
             f"{place}: cannot be read ({reason(error)}); nothing was changed; "
-            "try again, or another --workdir to start anew"
+            "try again, or another --workdir to start a new run"
         ) from None
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that is not empty, at most 200 characters."""
+    """Returns the first non-empty line of an error's text, at most 200 characters of it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:200]
 
 
 def reason(error: Exception) -> str:
-    """The cause, without the path or address, which our own line names already."""
+    """Returns the cause, without the path or address, which the caller's message already names."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     address, _, text = str(error).partition("\n")

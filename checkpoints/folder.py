@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: a local one, or one in a bucket."""
+"""The folder of a run's checkpoints: a local folder, or a folder in a bucket."""
 
 import re
 import time
@@ -11,25 +11,24 @@ from jax.experimental import multihost_utils
 
 from checkpoints.errors import CheckpointError
 
-# Orbax passes whole paths to glob; TensorStore writes what belongs into a\\b into a/b.
-# Paths of buckets are read as URLs.
+# Orbax passes whole paths to glob; TensorStore writes the contents of a\\b to a/b.
+# Bucket paths are read as URLs.
 _MISREAD = re.compile(r"[*?[\\]")
 _MISREAD_IN_BUCKETS = re.compile(r"[*?[\\#\x00-\x1f\x7f]")
 
 
 def find(directory: str) -> epath.Path:
-    """The path as Orbax takes it.
+    """Returns the folder as a path for Orbax.
 
     Raises:
-        CheckpointError: neither a local path nor one in a bucket, or a name that Orbax or
-            TensorStore would misread.
+        CheckpointError: it is neither a local path nor one in a bucket, or its name is one that
+            Orbax or TensorStore would misread.
     """
     scheme, separator, rest = directory.partition("://")
     if separator and (scheme != "gs" or rest[:1] in ("", "/")):
         raise CheckpointError(f"{directory}: needs a local path or gs://bucket/path; try one")
     _check_name(directory)
-    # gcsfs would remember folders that it has listed, and not see what TensorStore and other
-    # processes write into them.
+    # gcsfs would cache folder listings and miss what TensorStore and other processes write.
     fsspec.config.conf.setdefault("gs", {})["use_listings_cache"] = False
     return epath.Path(directory)
 
@@ -51,7 +50,7 @@ def _check_name(directory: str) -> None:
 
 
 def make(path: epath.Path) -> None:
-    """Makes the folder; one in a bucket exists as long as it contains an object."""
+    """Creates the folder. A folder in a bucket exists as long as it contains an object."""
     if not str(path).startswith("gs://"):
         path.mkdir(parents=True, exist_ok=True)
     elif jax.process_index() == 0:
@@ -62,7 +61,7 @@ def make(path: epath.Path) -> None:
 
 
 def try_writing(path: epath.Path) -> None:
-    """Writes and deletes a file, since retention has to delete as well."""
+    """Checks that a file can be written and deleted; retention needs to delete."""
     probe = path / ".writable"
     probe.write_text("")
     probe.unlink()
@@ -72,7 +71,7 @@ def check_shared(path: epath.Path) -> None:
     """Checks that all processes see process 0's folder; all processes call it together.
 
     Raises:
-        CheckpointError: one does not. Its first save would wait ten minutes for the others, and
+        CheckpointError: a process does not see it. The first save would wait ten minutes, then
             fail.
     """
     token = str(multihost_utils.broadcast_one_to_all(np.int32(time.time_ns() % 2**31)))

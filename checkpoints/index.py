@@ -1,8 +1,7 @@
 """The index of a step's arrays (OCDBT): which bytes of which files it refers to.
 
-Orbax gathers what every process wrote into one B-tree, whose nodes carry checksums. Reading the
-nodes is cheap; it shows whether the data files exist and are long enough, which opening the arrays
-does not.
+Orbax merges what every process wrote into one B-tree, whose nodes have checksums. Reading the nodes
+is cheap and shows whether the data files exist and are long enough; opening the arrays does not.
 """
 
 import collections
@@ -15,12 +14,12 @@ from etils import epath
 
 from checkpoints.errors import DamagedError, IncompleteError
 
-_STAT_THREADS = 16  # each waits for the network most of the time, where the folder is in a bucket
+_STAT_THREADS = 16  # for a bucket, where each thread mostly waits for the network
 
 
 @dataclasses.dataclass(frozen=True)
 class Extent:
-    """Bytes of a file, whose path is relative to the index."""
+    """A range of bytes of a file, whose path is relative to the index."""
 
     path: str
     begin: int
@@ -32,9 +31,9 @@ class Extent:
 
 
 def check_files(folder: epath.Path) -> None:
-    """Checks that every file that the index in `folder` refers to is as long as it must be.
+    """Checks that every file that the index in `folder` refers to exists and is long enough.
 
-    Cost: the nodes of the index are read, and the size of each file is asked for.
+    Cost: it reads the nodes of the index and gets the size of each file.
 
     Raises:
         IncompleteError: the index is empty. DamagedError: a file is missing or too short.
@@ -54,7 +53,7 @@ def check_files(folder: epath.Path) -> None:
 
 
 def extents(folder: epath.Path) -> Iterator[Extent]:
-    """Where the values of the newest version of the index are stored."""
+    """Yields where the values of the newest version of the index are stored."""
     store = ts.KvStore.open(_base(folder)).result()
     versions = ts.ocdbt.dump(store).result()["versions"]
     if not versions:
@@ -75,7 +74,7 @@ def _extent(reference: str) -> Extent:
 
 
 def _base(folder: epath.Path) -> dict[str, str]:
-    """TensorStore's specification of the folder; as a URL, "%" and "#" would have a meaning."""
+    """TensorStore's specification of the folder; in a URL, "%" and "#" would be special."""
     scheme, _, rest = str(folder).rpartition("://")
     if not scheme:
         return {"driver": "file", "path": f"{folder}/"}
@@ -84,7 +83,7 @@ def _base(folder: epath.Path) -> dict[str, str]:
 
 
 def _size(path: epath.Path) -> int | None:
-    """Bytes; None where there is no such file."""
+    """Size of a file in bytes; None if there is no such file."""
     try:
         return path.stat().length
     except FileNotFoundError:

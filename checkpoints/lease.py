@@ -1,10 +1,11 @@
-"""One run at a time in a folder of a bucket: a lease, an object with owner and heartbeat.
+"""A lease that admits one run at a time to a bucket folder: an object with owner and heartbeat.
 
-A bucket has no locks, but an object can be written on condition that its version is the one that
-was read (`ifGenerationMatch`), so of two runs that want the lease one gets it. The owner renews it
-every minute, and before each save. A lease that was not renewed for ten minutes, by the clock of
-the storage service, belongs to a run that died, and is taken over; so is one of the same owner,
-which restarts after a crash and holds the local lock of its workdir.
+A bucket has no locks, but an object can be written on condition that its version is still the one
+that was read (`ifGenerationMatch`), so only one of two competing runs gets the lease. The owner
+renews it every minute and before each save. A lease that has not been renewed for ten minutes, by
+the storage service's clock, is considered to belong to a dead run and is taken over. A lease of the
+same owner is also taken over: that is a restart after a crash, which holds the local lock of its
+workdir.
 """
 
 import contextlib
@@ -26,20 +27,20 @@ STALE_SECONDS = 600.0
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """The lease object: generation 0 where there is none; age in seconds since it was renewed."""
+    """The lease object: generation 0 if there is none; age in seconds since it was renewed."""
 
     generation: int
     owner: str = ""
-    holder: str = ""  # of all Lease instances
+    holder: str = ""  # unique to a Lease instance
     age: float = 0.0
 
 
 class Lease:
-    """Held from `__init__` until `release`, or the end of the process and ten minutes more.
+    """Held from `__init__` until `release`, or until ten minutes after the process dies.
 
     Args:
         directory: gs://bucket/path.
-        owner: who holds it, for messages, and equal only for restarts of one run.
+        owner: names the holder in messages; equal only for restarts of the same run.
 
     Raises:
         CheckpointError: another run holds it.
@@ -64,14 +65,14 @@ class Lease:
         self._thread.start()
 
     def check(self) -> None:
-        """Renews the lease; raises CheckpointError where another run has taken it over."""
-        with contextlib.suppress(Exception):  # unreachable: what follows will fail and say so
+        """Renews the lease; raises CheckpointError if another run has taken it over."""
+        with contextlib.suppress(Exception):  # unreachable: the save will fail and report it
             self._renew()
         if self._lost:
             raise self._taken(self._read().owner)
 
     def release(self) -> None:
-        """Gives the lease back; a failure is not worth an error, the lease goes stale by itself."""
+        """Releases the lease. A failure is ignored, because the lease will expire."""
         self._ended.set()
         self._thread.join(10)
         if not self._lost:
@@ -86,7 +87,7 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
-            with contextlib.suppress(Exception):  # the network is down: tried again
+            with contextlib.suppress(Exception):  # the network is down: retried
                 self._renew()
 
     def _renew(self) -> None:
@@ -112,7 +113,7 @@ class Lease:
         return _Found(int(info["generation"]), owner, holder, age.total_seconds())
 
     def _write(self, generation: int) -> int:
-        """Writes the lease if it still has this generation; returns its new one, or 0."""
+        """Writes the lease if its generation is still this one; returns the new one, or 0."""
         content = {"owner": self._owner, "holder": self._holder}
         try:
             written = self._fs.call(
@@ -125,8 +126,8 @@ class Lease:
                 data=json.dumps(content).encode(),
                 json_out=True,
             )
-        except FileExistsError:  # what gcsfs makes of a condition that does not hold
-            # It also repeats a request whose answer was lost: this may be our own lease.
+        except FileExistsError:  # gcsfs raises it if the condition does not hold
+            # gcsfs also repeats a request whose response was lost: this may be our own lease.
             found = self._read()
             return found.generation if found.holder == self._holder else 0
         return int(written["generation"])

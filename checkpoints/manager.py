@@ -1,7 +1,8 @@
-"""The checkpoints of one run: what is saved and kept, and which step a restart begins from.
+"""The checkpoints of one run: what is saved and kept, and from which step a restart continues.
 
-A save counts, and older ones are removed, only after it has been read back. Two runs cannot save
-in one folder: a local one is locked by its user (training/lock.py), one in a bucket has a lease.
+A save counts, and older steps are removed, only after the new step has been read back. Two runs
+cannot save to the same folder: a local folder is locked by the caller (training/lock.py), a folder
+in a bucket has a lease.
 """
 
 import dataclasses
@@ -39,17 +40,17 @@ __all__ = [
     "first_line",
 ]
 
-BROKEN = "broken"  # folder that broken steps are moved to, so that nothing is overwritten
+BROKEN = "broken"  # folder to which broken steps are moved, so that nothing is overwritten
 _TRIAL = ".trial"
-_READ_BYTES = 2**28  # a device, beside the training state, while a save is read back
-_STEP = re.compile(r"(\d+)(\.orbax-checkpoint-tmp.*)?")  # a step's folder, whole or not
+_READ_BYTES = 2**28  # per device, in addition to the training state, while a save is read back
+_STEP = re.compile(r"(\d+)(\.orbax-checkpoint-tmp.*)?")  # a step's folder, complete or not
 
 type Target = Callable[[Json], Shapes]
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """step; arrays by name, placed as asked for; the metadata that was saved with them."""
+    """step; arrays by name, with the requested shardings; the metadata saved with them."""
 
     step: int
     arrays: dict[str, jax.Array]
@@ -61,12 +62,13 @@ class Manager:
 
     Args:
         directory: local path, or gs://bucket/path.
-        retention: what to keep. None: only reading, nothing is created or removed.
-        log: takes one line for the user.
-        verify: how a save is read back before it counts. "sizes": its record, the index of its
-            arrays, which has checksums, and the sizes of the files that it refers to. "digests":
-            every array as well, up to 256 MiB a device at a time, which reads all bytes.
-        owner: who saves, for the lease of a folder in a bucket; see Lease.
+        retention: what to keep. None: read-only, nothing is created or removed.
+        log: called with one line for the user.
+        verify: what of a save is read back before it counts. "sizes": its record, the index of its
+            arrays, which has checksums, and the sizes of the files that the index refers to.
+            "digests": every array as well, up to 256 MiB per device at a time.
+        owner: names this run in the lease of a folder in a bucket; see Lease.
+        on_whole: called with each step that was restored, or saved and read back.
     """
 
     def __init__(
@@ -77,9 +79,11 @@ class Manager:
         *,
         verify: str = "sizes",
         owner: str = "",
+        on_whole: Callable[[int], None] = lambda step: None,
     ):
         self.directory = folder.find(directory)
         self._log, self._verify, self._retention = log, verify, retention
+        self._on_whole = on_whole
         self._saving: int | None = None
         self._shapes: Shapes = {}  # of the save in progress
         self._scores: dict[int, float | None] = {}  # of steps whose record has been read
@@ -97,13 +101,13 @@ class Manager:
             self._try_saving()
 
     def steps(self) -> list[int]:
-        """Steps on disk in ascending order, both whole and broken ones."""
+        """Steps on disk in ascending order, both complete and broken ones."""
         with self._access("read"):
             self._store.orbax.reload()
         return sorted(self._store.orbax.all_steps())
 
     def record(self, step: int) -> Record:
-        """What is saved beside the arrays of a step; see Store.record."""
+        """The record saved with the arrays of a step; see Store.record."""
         return self._store.record(step)
 
     def save(
@@ -113,11 +117,11 @@ class Manager:
         metadata: Json,
         score: float | None = None,
     ) -> None:
-        """Starts saving; returns when the arrays may be changed. A step that exists is kept.
+        """Starts saving; returns when the arrays may be changed. An existing step is kept.
 
         Args:
-            arrays: by name. metadata: JSON-able; that of process 0 is saved. score: lower is
-                better; one that is not finite counts as None.
+            arrays: by name. metadata: JSON values; those of process 0 are saved. score: lower is
+                better; a score that is not finite counts as None.
 
         Raises:
             CheckpointError: this save could not start, or an earlier one failed.
@@ -141,7 +145,7 @@ class Manager:
             self._store.orbax.check_for_errors()
 
     def wait(self) -> None:
-        """Waits for the save in the background, reads it back, and applies the retention.
+        """Waits for the background save, reads it back, and removes old steps.
 
         Raises:
             CheckpointError: the save failed, or cannot be read back. Nothing was removed.
@@ -152,17 +156,19 @@ class Manager:
             return
         step, self._saving = self._saving, None
         self._read_back(step)
+        self._on_whole(step)
         self._remove_old()
 
     def restore_latest(self, target: Target, damaged: str) -> Restored | None:
-        """The newest whole step, or None where there is no step at all.
+        """Restores the newest complete step; returns None if there are no steps.
 
         Args:
-            target: metadata of a step -> the arrays wanted, with shardings; raises to refuse.
-            damaged: "stop" or "skip": what to do with a step whose content has changed.
+            target: maps the metadata of a step to the arrays to read, with shardings; raises to
+                refuse the step.
+            damaged: what to do with a step whose content has changed, "stop" or "skip".
 
         Raises:
-            CheckpointError: no step is whole, the format is unknown, the arrays are of another
+            CheckpointError: no step is complete, the format is unknown, the arrays are of another
                 model, or a step is damaged.
         """
         reasons = []
@@ -177,24 +183,26 @@ class Manager:
                     raise CheckpointError(_advice(str(error), older)) from None
                 text = str(error)
             reasons.append(text)
-            self._log(f"passed over {text}")
+            self._log(f"skipped {text}")
         if reasons:
             raise CheckpointError(
-                f"{self.directory}: none of its {len(reasons)} checkpoints is whole "
-                f"({reasons[0]}); nothing was changed; try another --workdir to start anew"
+                f"{self.directory}: none of its {len(reasons)} checkpoints is usable "
+                f"({reasons[0]}); nothing was changed; try another --workdir to start a new run"
             )
         return None
 
     def restore(self, step: int, target: Target) -> Restored:
-        """One step, verified. See `restore_latest` for `target` and the errors."""
+        """Verifies and restores one step. See `restore_latest` for `target` and the errors."""
         record = self._store.shared_record(step)
         wanted = target(record["metadata"])
         compare_trees(self._store.place(step), record["tree"], describe(wanted))
         self._store.verify(step, record)
-        return Restored(step, self._store.read(step, record, wanted), record["metadata"])
+        arrays = self._store.read(step, record, wanted)
+        self._on_whole(step)
+        return Restored(step, arrays, record["metadata"])
 
     def move_broken(self, newest_whole: int) -> None:
-        """Moves steps newer than the one restored aside, so that they can be saved again."""
+        """Moves steps newer than the restored one to `broken`, so that they can be saved again."""
         later = [step for step in self.steps() if step > newest_whole]
         if jax.process_index() == 0:
             for step in later:
@@ -228,8 +236,8 @@ class Manager:
     def _try_saving(self) -> None:
         """Saves, reads and deletes a small step, in a folder where nothing has been saved yet.
 
-        Whatever prevents checkpoints there (a name that a library misreads, a file system without
-        what Orbax needs) is reported before training starts.
+        Anything that prevents checkpoints there (a name that a library misreads, a file system that
+        lacks what Orbax needs) is reported before training starts.
         """
         place = self.directory / _TRIAL
         advice = "try another --workdir or config.checkpoint.directory"
@@ -246,7 +254,7 @@ class Manager:
             ) from None
 
     def _read_back(self, step: int) -> None:
-        """Reads a new step as restoring would."""
+        """Reads a new step as a restore would."""
         try:
             record = self._store.shared_record(step)
             compare_trees(self._store.place(step), record["tree"], describe(self._shapes))
@@ -261,7 +269,7 @@ class Manager:
             ) from None
 
     def _remove_old(self) -> None:
-        """Removes the steps that are not to be kept; never one whose record is unreadable."""
+        """Removes the steps that are not kept, but never one whose record cannot be read."""
         if self._retention is None:
             return
         scores: dict[int, float | None] = {}
@@ -278,12 +286,12 @@ class Manager:
                 del self._scores[step]
 
     def _remove_interrupted(self) -> None:
-        """Orbax can do this too, but in a thread that a run which exits early does not wait for."""
+        """Removes unfinished saves. Orbax would do so in a thread that an early exit cuts short."""
         for path in sorted(self.directory.iterdir()):
             step = _STEP.fullmatch(path.name)
             if step and not ocp.utils.is_checkpoint_finalized(path):
                 self._log(
-                    f"passed over {self.directory}/{step[1]}: its save was interrupted "
+                    f"skipped {self.directory}/{step[1]}: its save was interrupted "
                     f"({path.name}); it will be saved again"
                 )
                 path.rmtree()
@@ -313,7 +321,7 @@ class Manager:
 
 
 def _groups(shapes: Shapes) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
-    """Splits arrays so that each group, or array, takes at most _READ_BYTES a device."""
+    """Yields groups of arrays of at most _READ_BYTES per device, or of a single array."""
     group: dict[str, jax.ShapeDtypeStruct] = {}
     used = 0
     for name, shape in shapes.items():
@@ -345,7 +353,7 @@ def _save_and_read(place: epath.Path) -> None:
 
 def _advice(text: str, older: int | None) -> str:
     if older is None:
-        return f"{text}; nothing was changed; try another --workdir to start anew"
+        return f"{text}; nothing was changed; try another --workdir to start a new run"
     return (
         f"{text}; nothing was changed; try --config.checkpoint.damaged=skip "
         f"to continue from step {older}"

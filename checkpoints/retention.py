@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Which checkpoints are kept."""
 
 import dataclasses
 import math
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """The last `last` steps, multiples of `every` (0: none), and the `best` lowest scores.
+    """Keeps the last `last` steps, multiples of `every` (0: none), and the `best` lowest scores.
 
-    The newest step always stays.
+    The newest step is always kept.
     """
 
     last: int = 3
@@ -17,11 +17,11 @@ class Retention:
     best: int = 0
 
     def removes(self, scores: Mapping[int, float | None]) -> list[int]:
-        """Steps that do not stay, ascending.
+        """Returns the steps to remove, ascending.
 
         Args:
-            scores: of each step; lower is better. None: it has none. A score that is not finite is
-                no score.
+            scores: score of each step; lower is better. None: no score. A score that is not finite
+                counts as None.
         """
         steps = sorted(scores)
         kept = set(steps[-max(self.last, 1) :])
@@ -30,7 +30,7 @@ class Retention:
         scored = {
             step: score for step, score in scores.items() if score is not None and finite(score)
         }
-        # Of equal scores the later one stays.
+        # Of equal scores the later step is kept.
         kept |= set(sorted(scored, key=lambda step: (scored[step], -step))[: self.best])
         return [step for step in steps if step not in kept]
 

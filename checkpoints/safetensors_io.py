@@ -1,9 +1,9 @@
-"""Folders of safetensors files as Hugging Face writes them, one tensor in memory at a time.
+"""Reads and writes Hugging Face folders of safetensors files, one tensor in memory at a time.
 
-A file is an eight-byte little-endian length, a JSON header of that length, and the tensors' bytes
-(github.com/huggingface/safetensors, "Format"). Several files share an index that names each
-tensor's file. The `safetensors` package writes a file only from all of its tensors at once, and
-its NumPy side does not know bfloat16, so both directions are written here.
+A file consists of an eight-byte little-endian length, a JSON header of that length, and the
+tensors' bytes (github.com/huggingface/safetensors, "Format"). Several files share an index that
+gives the file of each tensor. The `safetensors` package is not used: it needs all tensors of a file
+at once to write it, and its NumPy interface lacks bfloat16.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class WeightsError(UserError):
-    """A folder of weights cannot be read or written. One line: what, where and what to try."""
+    """A folder of weights cannot be read or written; one line with what, where and what to try."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where a tensor is: `begin` is its first byte in the file."""
+    """The location of a tensor; `begin` is its first byte in the file."""
 
     file: str
     dtype: np.dtype
@@ -52,7 +52,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A tensor to be written: its name, shape and type ("float32" or "bfloat16")."""
+    """A tensor to be written: its name, shape and dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Reader:
 
     Raises:
         WeightsError: there are no safetensors files, a file is missing or truncated, or a header
-            does not make sense.
+            is invalid.
     """
 
     def __init__(self, folder: str):
@@ -84,7 +84,7 @@ class Reader:
                 self.entries[name] = entry
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor, in its own type."""
+        """Returns the tensor in its stored dtype."""
         entry = self.entries[name]
         with open(entry.file, "rb") as file:
             file.seek(entry.begin)
@@ -119,7 +119,7 @@ class Reader:
 
 
 def _header(path: str) -> dict[str, Entry]:
-    """The entries of one file, all of whose bytes are there."""
+    """Returns the entries of one file, after checking that it is not truncated."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -153,14 +153,14 @@ def _entry(path: str, start: int, found: dict) -> Entry:
 
 
 class Writer:
-    """Writes tensors one after another, in the order of `specs`, into as many files as they need.
+    """Writes tensors one by one, in the order of `specs`, into as many files as necessary.
 
-    A file gets its name only when it is complete, and the index is written last: an interrupted
-    export is not mistaken for a whole one.
+    A file gets its final name only when it is complete, and the index is written last, so that an
+    interrupted export is not mistaken for a complete one.
 
     Args:
-        folder: made where it is missing. specs: all tensors, in the order in which they are added.
-        shard_bytes: bytes of tensors in a file; a larger tensor gets a file to itself.
+        folder: created if missing. specs: all tensors, in the order in which they are added.
+        shard_bytes: bytes of tensors per file; a larger tensor gets its own file.
     """
 
     def __init__(self, folder: str, specs: Sequence[Spec], shard_bytes: int = SHARD_BYTES):
@@ -183,7 +183,7 @@ class Writer:
             self._finish()
 
     def add(self, name: str, array: np.ndarray) -> None:
-        """Writes the next tensor, cast to its type.
+        """Writes the next tensor, cast to the dtype of its spec.
 
         Raises:
             ValueError: it is not the next one of `specs`, or has another shape.

@@ -1,8 +1,9 @@
-"""Steps in a folder: arrays and the record that belongs to them, saved and verified as one unit.
+"""Steps in a folder: arrays and a record of them, saved and verified as one unit.
 
-Orbax writes them, asynchronously and sharded. A whole step is renamed into place in a local folder;
-in a bucket, which has no rename, a last object marks it as whole. Added here: a digest of every
-array, and verification. Only arrays and JSON are read: nothing in a checkpoint is ever executed.
+Orbax writes them, asynchronously and sharded. In a local folder a complete step is renamed into
+place; in a bucket, which has no rename, a final object marks it as complete. This module adds a
+digest of every array, and verification. Only arrays and JSON are read: nothing in a checkpoint is
+ever executed.
 """
 
 import dataclasses
@@ -30,13 +31,13 @@ from checkpoints.errors import (
 
 FORMAT = 2
 
-type Json = dict[str, Any]  # whatever JSON can express: config, data position, time spent
+type Json = dict[str, Any]  # any JSON values: config, data position, time spent
 type Shapes = Mapping[str, jax.ShapeDtypeStruct]  # with shardings, by name
 type Tree = dict[str, list]  # {name: [shape, dtype]}
 
 
 class Record(TypedDict):
-    """What is saved beside the arrays of a step."""
+    """The JSON saved with the arrays of a step."""
 
     format: int
     step: int
@@ -51,7 +52,7 @@ class Store:
     """The steps in one folder. All processes call every method together, except `record`.
 
     Attributes:
-        directory: the folder, which exists. orbax: open on it.
+        directory: an existing folder. orbax: Orbax's manager, open on that folder.
     """
 
     directory: epath.Path
@@ -62,7 +63,7 @@ class Store:
         options = ocp.CheckpointManagerOptions(
             read_only=read_only,
             create=False,
-            # How long a process waits for another one that has died, in seconds.
+            # Seconds that a process waits for the others, one of which may have died.
             async_options=ocp.AsyncOptions(timeout_secs=600),
         )
         handlers = {
@@ -98,12 +99,12 @@ class Store:
         self.orbax.save(step, args=items, force=True)
 
     def wait(self) -> None:
-        """Waits for the save in the background; raises whatever it failed with."""
+        """Waits for the background save; raises its exception if it failed."""
         self.orbax.wait_until_finished()
         self.orbax.check_for_errors()
 
     def record(self, step: int) -> Record:
-        """The record of a step.
+        """Returns the record of a step.
 
         Raises:
             IncompleteError, DamagedError: it cannot be read. CheckpointError: the format is
@@ -132,18 +133,18 @@ class Store:
         return record
 
     def shared_record(self, step: int) -> Record:
-        """The same, failing on all processes where it fails on one."""
+        """Like `record`, but if it fails on one process, it fails on all."""
         return self._together(lambda: self.record(step))
 
     def score(self, step: int) -> float | None:
-        """A step's score; None where its arrays are missing, as after an interrupted removal."""
+        """A step's score; None if its arrays are missing, as after an interrupted removal."""
         return self._together(lambda: self._score(step))
 
     def verify(self, step: int, record: Record) -> None:
         """Checks, on process 0, that every array can be opened and that all its bytes exist.
 
         Reads the index of the arrays, whose nodes have checksums, and the sizes of the files that
-        it refers to; not the elements of the arrays, which `read` compares with their digests.
+        it refers to. It does not read the arrays; `read` does, and compares their digests.
 
         Raises:
             IncompleteError, DamagedError: it cannot be restored.
@@ -151,7 +152,7 @@ class Store:
         self._together(lambda: self._verify(step, record) if jax.process_index() == 0 else None)
 
     def read(self, step: int, record: Record, wanted: Shapes) -> dict[str, jax.Array]:
-        """Reads arrays, placed as asked for, and compares their digests.
+        """Reads arrays with the requested shardings, and compares their digests.
 
         Raises:
             IncompleteError, DamagedError: they cannot be read, or are not those that were saved.
@@ -212,8 +213,8 @@ class Store:
         return kind(f"{place}: {'incomplete' if missing else 'damaged'}, {text}")
 
     def _together[T](self, read: Callable[[], T]) -> T:
-        """Reads; where one process fails, all raise the same kind, so that none waits."""
-        kinds = (CheckpointError, DamagedError, IncompleteError)  # the gravest first
+        """Calls `read`; if it fails on one process, all raise its error, so that none waits."""
+        kinds = (CheckpointError, DamagedError, IncompleteError)  # the most severe first
         failure: CheckpointError | None = None
         try:
             result = read()
@@ -236,11 +237,11 @@ def describe(arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> Tree:
 
 
 def compare_trees(place: str, saved: Tree, wanted: Tree) -> None:
-    """Refuses arrays of another shape, type or name.
+    """Refuses arrays with other shapes, dtypes or names.
 
     Args:
-        place: the checkpoint's path, for the message. saved: may have groups of arrays (the name
-            up to its first "/") of which none is wanted.
+        place: the checkpoint's path, for the message. saved: may have additional groups of arrays
+            (the group is the name up to its first "/"), if no array of such a group is wanted.
 
     Raises:
         CheckpointError: naming the first array that differs.
@@ -259,6 +260,6 @@ def compare_trees(place: str, saved: Tree, wanted: Tree) -> None:
         text = f"it has {surplus[0]}, which is not here"
     if text:
         raise CheckpointError(
-            f"{place}: a checkpoint of another model or optimizer, {text}; "
+            f"{place}: a checkpoint of another model or optimizer: {text}; "
             "try the config that wrote it, or another --workdir"
         )

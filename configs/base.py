@@ -1,8 +1,8 @@
 """Every option, collected from the records that declare them.
 
-A config is a file whose get_config() starts from this one's and changes what differs. Any option
-can be set from the command line: --config.train.steps=20. docs/configuration.md lists all of them,
-and so does `python train.py --help`.
+A config is a file whose get_config() starts from the one here and overrides some options. Any
+option can be set from the command line: --config.train.steps=20. All of them are listed in
+docs/configuration.md and by `python train.py --help`.
 """
 
 import dataclasses

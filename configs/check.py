@@ -28,8 +28,8 @@ def check(config: ConfigDict) -> None:
 
 
 def hints(name: str) -> list[str]:
-    """Options that a wrong name may have meant, the best first: earlier and usual names of an
-    option, the same name in another group, and names that are spelled alike."""
+    """Options that an unknown name may refer to, best match first: options with this earlier or
+    common name, options of this name in another group, and options with a similar spelling."""
     last = name.split(".")[-1]
     found = [option for option, _, metadata in base.all_options() if last in metadata.renamed_from]
     names = [option for option, _, _ in base.all_options()]
@@ -40,12 +40,12 @@ def hints(name: str) -> list[str]:
 
 
 def _check_names(config: ConfigDict) -> None:
-    """A config file unlocks the options to change them, so it can add and remove them."""
+    """A config file unlocks the options to change them, so it might also add or remove some."""
     for group in [*base.RECORDS, *config]:
         if group not in base.RECORDS or not isinstance(config.get(group), ConfigDict):
             raise OptionError(
-                f"config.{group}: needs to be one of the groups of options "
-                f"{', '.join(base.RECORDS)}; try to start from base.get_config() as "
+                f"config.{group}: needs to be one of the option groups "
+                f"{', '.join(base.RECORDS)}; try starting from base.get_config() as "
                 "configs/smoke.py does"
             )
     wanted = {name: field.default for name, field, _ in base.all_options()}
@@ -76,12 +76,12 @@ def _check_rows(config: ConfigDict) -> None:
             f"a multiple of config.mesh.context ({mesh.context})",
             _multiples(length, mesh.context),
         )
-    ranks = mesh.data * mesh.fsdp
+    ranks = mesh.data * mesh.fsdp * mesh.expert
     if rows % ranks:
         raise _wrong(
             config,
             "data.global_batch_size",
-            f"a multiple of config.mesh.data * config.mesh.fsdp ({ranks})",
+            f"a multiple of config.mesh.data * fsdp * expert ({ranks})",
             _multiples(rows, ranks),
         )
     if rows % (ranks * config.train.grad_accum_steps):

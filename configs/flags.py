@@ -1,8 +1,8 @@
-"""The command line: flags, the config file and its overrides, with every mistake as one line.
+"""The command line: flags, the config file and its overrides; each mistake is a one-line error.
 
-config_flags does the work. Before it sees the command line, each override is looked up and its
-value put into the form that config_flags takes, because its own errors are tracebacks and it
-refuses what is plainly meant (1e3 for a whole number).
+config_flags does the parsing. Each override is first looked up and its value rewritten in the form
+that config_flags accepts, because config_flags reports errors as tracebacks and rejects values
+whose meaning is clear (1e3 for an integer).
 """
 
 import difflib
@@ -18,9 +18,9 @@ from errors import UserError
 
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
-AUTO = "auto"  # --coordinator: leave it to JAX's own detection
+AUTO = "auto"  # --coordinator: let JAX detect it
 
-# Our own set of flags: libraries define theirs in flags.FLAGS, which are no options of ours.
+# A separate set of flags: libraries define theirs in flags.FLAGS, and those are not options here.
 _FLAGS = flags.FlagValues()
 flags.DEFINE_string(
     "workdir", "", "Folder of the run. Default: runs/<config name>.", flag_values=_FLAGS
@@ -28,45 +28,59 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "init_from",
     "",
-    "Workdir of another run, the folder of its checkpoints, local or gs://bucket/path, or a "
-    "Hugging Face folder of weights: start a new training from these parameters.",
+    "Start a new run from these parameters: the workdir of another run, its checkpoint folder "
+    "(local or gs://bucket/path), or a Hugging Face folder of weights.",
     flag_values=_FLAGS,
 )
 flags.DEFINE_bool(
     "eval_only",
     False,
-    "Evaluate the newest checkpoint of --workdir, or --init_from, on the validation data, and "
-    "exit. Nothing of the run is changed.",
+    "Evaluate the newest checkpoint of --workdir, or the parameters of --init_from, on the "
+    "validation data, and exit. The run's folder is not changed.",
     flag_values=_FLAGS,
 )
 flags.DEFINE_string(
-    "eval_json", "", "File that --eval_only also writes its results to.", flag_values=_FLAGS
+    "eval_json", "", "File to which --eval_only also writes its results.", flag_values=_FLAGS
 )
 flags.DEFINE_string(
     "coordinator",
     "",
-    'host:port of process 0, where several processes train together; "auto": what JAX finds by '
-    "itself, on TPU VMs, Slurm and others. On GKE a TPU slice needs no flag.",
+    'host:port of process 0, if several processes train together; "auto": detected by JAX, on '
+    "TPU VMs, Slurm and others. A TPU slice on GKE needs no flag.",
     flag_values=_FLAGS,
 )
-flags.DEFINE_integer("processes", 0, "Number of processes; 0: what JAX finds.", flag_values=_FLAGS)
+flags.DEFINE_integer("processes", 0, "Number of processes; 0: detected by JAX.", flag_values=_FLAGS)
 flags.DEFINE_integer("process_id", -1, "This process's number, from 0.", flag_values=_FLAGS)
+flags.DEFINE_integer(
+    "start_timeout",
+    60,
+    "Seconds that processes which train together wait for each other when they start.",
+    lower_bound=1,
+    flag_values=_FLAGS,
+)
 flags.DEFINE_string(
     "plan",
     "",
-    "TPU topology that need not be here, such as v6e:2x2 or tpu7x:4x4x4 (v5e, v5p, v6e, tpu7x): "
-    "compile the step for it, print memory, collectives and an estimated step time, and exit.",
+    "Compile the step for this TPU topology, which may be absent, print memory, collectives and an "
+    "estimated step time, and exit. Examples: v6e:2x2, tpu7x:4x4x4 (v5e, v5p, v6e, tpu7x).",
     flag_values=_FLAGS,
 )
 flags.DEFINE_string(
-    "plan_json", "", "File that --plan also writes its numbers to.", flag_values=_FLAGS
+    "plan_json", "", "File to which --plan also writes its figures.", flag_values=_FLAGS
+)
+flags.DEFINE_string(
+    "plan_factors",
+    "",
+    "File of speeds that --plan uses, as `make tpu-check` writes it. Default: "
+    "~/.config/kda-trainer/tpu_factors.json, where there is one; none: the built-in speeds.",
+    flag_values=_FLAGS,
 )
 flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=_FLAGS)
-# Options that are paths, besides those of data, which a document source expands itself.
+# Options that are paths, except those of data, which the document source expands itself.
 PATHS = (("checkpoint", "directory"), ("data", "tokenizer"), ("train", "compilation_cache"))
 _OWN = (
     *("config", "workdir", "init_from", "eval_only", "eval_json", "plan", "plan_json"),
-    *("coordinator", "processes", "process_id", "help"),
+    *("plan_factors", "coordinator", "processes", "process_id", "start_timeout", "help"),
 )
 
 
@@ -78,7 +92,7 @@ def parse(argv: list[str]) -> tuple[ConfigDict, flags.FlagValues]:
 
     Raises:
         UserError: one line that names the flag or option and says what works.
-        SystemExit: help was asked for and shown.
+        SystemExit: help was requested and printed.
     """
     if {"--help", "-h", "-help"} & set(argv):
         print(_help())
@@ -100,7 +114,7 @@ def parse(argv: list[str]) -> tuple[ConfigDict, flags.FlagValues]:
         raise UserError(f"unknown argument {left[1]!r}; needs --name=value; {_hint(left[1])}")
     if "://" in _FLAGS.workdir:
         raise UserError(
-            f"--workdir={_FLAGS.workdir}: needs a local folder, checkpoints alone can lie in a "
+            f"--workdir={_FLAGS.workdir}: needs a local folder; only checkpoints can be in a "
             f"bucket; try --config.checkpoint.directory={_FLAGS.workdir}"
         )
     _check_processes()
@@ -109,7 +123,7 @@ def parse(argv: list[str]) -> tuple[ConfigDict, flags.FlagValues]:
 
 
 def _expand_home(config: ConfigDict) -> None:
-    """A shell leaves the ~ of --name=~/folder as it is."""
+    """Expands the ~ of --name=~/folder, which a shell does not."""
     for group, name in PATHS:
         config[group][name] = os.path.expanduser(config[group][name])
     for flag in ("workdir", "init_from"):
@@ -217,7 +231,7 @@ def _lookup(config: ConfigDict, name: str) -> Any:
 
 
 def _hint(argument: str) -> str:
-    """What an unknown argument may have meant."""
+    """Suggests what an unknown argument may have meant."""
     name = argument.lstrip("-").partition("=")[0]
     found = check.hints(name)
     return f"try --config.{found[0]}=..." if found else "try --help"
@@ -230,7 +244,7 @@ def _near(name: str) -> str:
 
 
 def _value(name: str, current: Any, text: str) -> str:
-    """The text in the form that config_flags takes for an option of this type."""
+    """The text in the form that config_flags accepts for an option of this type."""
     if isinstance(current, bool):
         return _bool(name, text)
     if isinstance(current, int):
@@ -241,7 +255,7 @@ def _value(name: str, current: Any, text: str) -> str:
         except ValueError:
             raise UserError(f"config.{name}={text}: needs a number; try {current}") from None
         return text
-    # Texts: "none" is what people write for an option that is off, where off is "".
+    # Strings: users write "none" for an option whose value for off is "".
     return "" if text.lower() == "none" and current == "" else text
 
 
@@ -261,7 +275,7 @@ def _int(name: str, current: int, text: str) -> str:
     try:
         number = float(text)
     except ValueError:
-        needs = "0 where it is to be off" if text.lower() == "none" else "a whole number"
+        needs = "0 to switch it off" if text.lower() == "none" else "a whole number"
         raise UserError(f"config.{name}={text}: needs {needs}; try {current or 0}") from None
     if not number.is_integer():
         near = f"{int(number)}" if abs(number) < 1e15 else f"{current}"
@@ -281,7 +295,7 @@ def _check_processes() -> None:
     if coordinator == AUTO:
         if count or number >= 0:
             raise UserError(
-                f"--coordinator={AUTO}: finds the processes by itself; try it without "
+                f"--coordinator={AUTO}: detects the processes; try it without "
                 "--processes and --process_id, or --coordinator=host:port with them"
             )
         return
@@ -303,5 +317,5 @@ def config_file(parsed: flags.FlagValues) -> str:
 
 
 def config_name(argv_path: str) -> str:
-    """kda_cp4 for configs/kda_cp4.py: the name of the run's folder."""
+    """The name of the run's folder: kda_cp4 for configs/kda_cp4.py."""
     return os.path.splitext(os.path.basename(argv_path))[0]

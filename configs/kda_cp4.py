@@ -1,17 +1,17 @@
-"""The main config: KDA over a 4-way context axis, on one machine's CPU without changes.
+"""The main config: KDA over a 4-way context axis; it also runs on one machine's CPU.
 
     python train.py --config configs/kda_cp4.py
 
-Heads are K = V = 128, what the TPU kernels take: the same file runs on four TPU devices (chips; on
-v7x the cores of two). On two CPU cores it takes six minutes and ends at about 2.27 bits a byte of
-validation text (README.md, "Measured").
+Heads have K = V = 128, which the TPU kernels require, so the same file is meant for four TPU
+devices (four chips; on v7x, the four cores of two). On two CPU cores it takes six minutes and ends
+at about 2.27 bits per byte of validation text (docs/measurements.md).
 """
 
 from configs import base
 
 
 def get_config():
-    """Four layers of width 256; two streams of rows of 1024 tokens, each cut over four devices."""
+    """Four layers of width 256; two rows of 1024 tokens per step, each split over four devices."""
     config = base.get_config()
     with config.unlocked():
         config.mesh.context = 4

@@ -1,15 +1,15 @@
-"""Seconds on one CPU core: what tests use, and a first look at whether everything runs.
+"""A run of seconds on one CPU core, for tests and for a first check that everything works.
 
     python train.py --config configs/smoke.py
 
-Twenty steps of a two-layer model on one device; the loss falls from 5.6 to about 4 nats a byte.
+Twenty steps of a two-layer model on one device; the loss falls from 5.6 to about 4 nats per byte.
 """
 
 from configs import base
 
 
 def get_config():
-    """A tiny model and short rows; every part of the path is the real one."""
+    """A tiny model and short rows, through the same code as a large run."""
     config = base.get_config()
     with config.unlocked():
         config.train.steps = 20

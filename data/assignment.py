@@ -1,30 +1,31 @@
-"""Assigns documents to streams: who reads what, and in which order.
+"""Assigns documents to streams: which stream reads which documents, and in which order.
 
-The assignment depends on the seed, the epoch and the documents' sizes alone, so every host computes
+The assignment depends only on the seed, the epoch and the documents' sizes, so every host computes
 the same one and then reads only the documents of its rows.
 
 1. The order of an epoch is a shuffle of all documents, seeded by the epoch. It is assigned in
    blocks of at most BLOCK documents, so that neither a new run nor a resumed one waits for more
-   than one block, however large the corpus. (The shuffle is NumPy's. Grain's finds one place at a
-   time without a table, which takes 10 us per place in a large corpus and 10 ms in one of three
-   documents; a table of 100 million places takes NumPy seconds and 0.8 GB.)
-2. The documents of a block go to streams largest first, each to the stream with the fewest bytes so
+   than one block, however large the corpus. (The shuffle is NumPy's. Grain's shuffle computes one
+   index at a time without a table, which takes 10 us per index in a large corpus and 10 ms in one
+   of three documents; a table of 100 million indices takes NumPy seconds and 0.8 GB.)
+2. The documents of a block are assigned largest first, each to the stream with the fewest bytes so
    far. "Largest" is by size class (powers of two); within a class the order of the epoch decides,
-   so documents are grouped differently in every epoch. Assigning the small ones last keeps the
-   streams within a few small documents of each other; document j to stream j mod rows would leave
-   them apart by the largest ones.
+   so documents are grouped differently in every epoch. Assigning the small documents last keeps
+   the streams within a few small documents of each other. Assigning document j to stream j mod rows
+   would let them differ by the largest documents.
 3. A stream reads its documents in the order of the epoch, then continues with the next block.
 
 Nothing is padded between epochs, and each stream reads the documents of epoch e before those of
 e + 1. After the last epoch, streams that end early are padded until the longest ends. A stream that
-has no documents in a block (the last of an epoch, or fewer documents than rows) continues with the
-next one. With fewer documents than rows all blocks would be alike and all streams soon in lockstep,
-so make_loader refuses this for training without a number of epochs.
+has no documents in a block (the last of an epoch, or if there are fewer documents than rows)
+continues with the next block. With fewer documents than rows, all blocks would be alike and all
+streams would soon be in lockstep, so make_loader refuses this for training without a number of
+epochs.
 
-Sizes only balance the streams: bytes, or an estimate where the format does not record them.
+Sizes serve only to balance the streams: bytes, or an estimate if the format does not record them.
 
-When a run continues with another number of streams, the unread rest of the current blocks is
-assigned anew. Documents that were begun continue where they were left.
+When a run continues with a different number of streams, the unread rest of the current blocks is
+reassigned. Documents that were partly read continue where they were left.
 """
 
 import heapq
@@ -32,19 +33,19 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-# Documents assigned at a time: this takes about 0.1 s, and is far more than the rows of a batch.
+# Documents assigned at a time. It takes about 0.1 s, and is far more than the rows of a batch.
 BLOCK = 65_536
 
 
 class Position(NamedTuple):
-    """All that is needed to continue a stream with its next token."""
+    """Everything needed to continue a stream with its next token."""
 
     block: int = 0
     ordinal: int = 0  # of the document, among those of the stream in this block
     byte: int = 0  # where the span being read starts in the document
     token: int = 0  # tokens of that span already read
     place: int = 0  # tokens of the document already read
-    invalid: int = 0  # 1 after a span of the document that is not valid UTF-8
+    invalid: int = 0  # 1 if a span of the document read so far is not valid UTF-8
 
 
 class DocumentAssigner:
@@ -53,13 +54,13 @@ class DocumentAssigner:
     Blocks are numbered over all epochs: block b is part of epoch b // blocks_per_epoch.
 
     Args:
-        sizes: bytes of each document, [n]; estimates will do.
-        epochs: their number; 0 for no end.
-        shuffle: False keeps the documents' own order, as evaluation does.
-        previous: how far a run with other streams had read.
+        sizes: bytes of each document, [n]; estimates are enough.
+        epochs: number of epochs; 0: no end.
+        shuffle: False keeps the documents in their given order, as evaluation does.
+        previous: how far a run with another assignment had read.
     """
 
-    # Streams drift apart by few blocks, so few are ever needed at a time.
+    # Streams are never more than a few blocks apart, so few blocks are needed at a time.
     _KEPT = 8
 
     def __init__(
@@ -83,12 +84,12 @@ class DocumentAssigner:
         self._blocks_per_epoch = -(-len(self._sizes) // BLOCK)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A worker process computes the tables itself, which is faster than sending them."""
+        """Drops the tables: a worker process recomputes them faster than it could receive them."""
         return {**self.__dict__, "_assigned": {}, "_shuffled": {}}
 
     @property
     def first_block(self) -> int:
-        """Where streams begin."""
+        """The block in which streams begin."""
         return self._previous.first_block if self._previous else 0
 
     def documents(self, stream: int, block: int) -> np.ndarray | None:
@@ -105,7 +106,7 @@ class DocumentAssigner:
         return self._assigned[block][stream]
 
     def start(self, block: int, document: int) -> Position | None:
-        """Returns where to begin a document that previous streams had begun; else None."""
+        """Returns where to continue a document that a previous stream had begun, else None."""
         return self._previous.start(block, document) if self._previous else None
 
     def order(self, block: int) -> np.ndarray:
@@ -144,11 +145,11 @@ class SavedAssignment(TypedDict):
 
     positions: list[list[int]]  # of each stream: the fields of its `Position`
     seed: int
-    previous: "SavedAssignment | None"  # of the assignment before, where that was unfinished too
+    previous: "SavedAssignment | None"  # the assignment before that, if it was unfinished too
 
 
 class PreviousAssignment:
-    """How far streams of another number, or assigned by another seed, had read."""
+    """How far an assignment with another number of streams, or another seed, had been read."""
 
     def __init__(self, sizes: np.ndarray, shuffle: bool, saved: SavedAssignment):
         self._positions = [Position(*ints) for ints in saved["positions"]]
@@ -161,7 +162,7 @@ class PreviousAssignment:
             previous=saved["previous"],
         )
         self.first_block = min(position.block for position in self._positions)
-        # The last block of which only a rest is assigned; an assignment before may reach further.
+        # The last block that is only partly unread; an earlier assignment may reach further.
         self.last_block = max(position.block for position in self._positions)
         if self._assigner._previous:
             self.last_block = max(self.last_block, self._assigner._previous.last_block)
@@ -181,7 +182,7 @@ class PreviousAssignment:
         return assigned if block < position.block else assigned[:0]
 
     def start(self, block: int, document: int) -> Position | None:
-        """Returns where a document was left; None if it had not been begun."""
+        """Returns where reading of a document stopped; None if it had not begun."""
         for stream, position in enumerate(self._positions):
             if position.block == block and position.place:
                 assigned = self._assigner.documents(stream, block)

@@ -1,8 +1,8 @@
-"""Sources of documents by config.data.source, and which documents are held out for evaluation.
+"""Document sources, selected by config.data.source, and the split into training and evaluation.
 
 A source is a random-access sequence of documents as bytes: the running Python's standard library,
-text files, JSONL, Parquet or ArrayRecord. Opening one lists files, samples their content and, for
-JSONL, finds where lines start; texts are read when asked for.
+text files, JSONL, Parquet or ArrayRecord. Opening a source lists files, samples their content and,
+for JSONL, finds where lines start. Texts are read on access.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ from data.readers.text import CutFileReader, FileReader
 from errors import DataError, TrainerError, UserError
 
 SPLITS = ("train", "eval")
-# Top-level parts of the standard library that are not its source text: tests, vendored wheels,
-# and what the environment put there.
+# Folders below the standard library that are not part of its source: tests, vendored wheels, and
+# packages installed by the environment.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _SUFFIXES = {"jsonl": ".jsonl", "parquet": ".parquet", "array_record": ".array_record"}
 
@@ -30,12 +30,13 @@ _SUFFIXES = {"jsonl": ".jsonl", "parquet": ".parquet", "array_record": ".array_r
 class DocumentSource:
     """The documents of one split: a reader and the numbers of the records that belong to it."""
 
-    def __init__(self, reader: Reader, records: np.ndarray, described: str):
+    def __init__(self, reader: Reader, records: np.ndarray, option: str, described: str):
         self._reader = reader
+        self._option = f"config.data.{option}"
         self._records = records
         self.described = described
         self.sizes = reader.sizes[records]
-        # Of all records, whatever split they belong to; then of those of this split.
+        # The first covers all records of both splits, the second those of this split.
         self.fingerprint = f"{len(reader):,} documents {reader.files.fingerprint()}"
         digest = hashlib.sha256(records.astype(np.int64).tobytes()).hexdigest()[:16]
         self.split_fingerprint = f"{len(records):,} documents {digest}"
@@ -54,7 +55,7 @@ class DocumentSource:
             if "Too many open files" in reason:
                 reason += "; raise the limit that ulimit -n shows"
             raise DataError(
-                f"config.data.path: document {record} of {self.described} can no longer be read "
+                f"{self._option}: document {record} of {self.described} can no longer be read "
                 f"({reason})"
             ) from error
 
@@ -63,7 +64,7 @@ def open_source(config: DataConfig, split: str) -> DocumentSource:
     """Opens the documents of a split, "train" or "eval".
 
     Raises:
-        UserError: there are none, they cannot be read, or nothing is left for the split.
+        UserError: there are no documents, they cannot be read, or none is left for the split.
     """
     if split not in SPLITS:
         raise ValueError(f"split={split!r}: needs one of {', '.join(SPLITS)}")
@@ -73,9 +74,9 @@ def open_source(config: DataConfig, split: str) -> DocumentSource:
     records = np.arange(len(reader))
     if not config.eval_path:
         records = _split(reader, config, split)
-    source = DocumentSource(reader, records, path or "the standard library")
-    # Sizes may be those of lines or records. Training notices by itself that it finds no text; an
-    # evaluation of none would have a loss of 0.
+    source = DocumentSource(reader, records, option, path or "the standard library")
+    # Sizes may be those of lines or records. Training detects a lack of text while it reads, but an
+    # evaluation without text would report a loss of 0.
     empty = split == "eval" and not any(len(source[i].text) for i in range(len(source)))
     if empty or not source.sizes.any():
         raise UserError(
@@ -104,13 +105,13 @@ def _split(reader: Reader, config: DataConfig, split: str) -> np.ndarray:
     return np.flatnonzero(held_out if split == "eval" else ~held_out)
 
 
-# Those in use, by what makes them equal. Both splits share one: opening may read all files.
+# Open readers by key. Both splits share a reader, because opening one may read all files.
 _readers: weakref.WeakValueDictionary[object, Reader] = weakref.WeakValueDictionary()
 
 
 def _open_reader(config: DataConfig, option: str, path: str) -> Reader:
     files = _files(config, option, path)
-    # A single text file is cut for training, its end held out where the config holds any out.
+    # A single text file is cut for training; unless there is an eval_path, its end is held out.
     held_out = 0.0 if config.eval_path else config.eval_fraction
     key = config.source, config.field, option, held_out, Files(files).key()
     reader = _readers.get(key)
@@ -124,12 +125,12 @@ def _open_reader(config: DataConfig, option: str, path: str) -> Reader:
 def _make_reader(
     config: DataConfig, option: str, path: str, files: list[str], held_out: float
 ) -> Reader:
-    """The one place that knows all formats."""
+    """Opens a reader; the only place that lists all formats."""
     if config.source == "stdlib":
         return FileReader(sysconfig.get_path("stdlib"), files)
     if config.source == "text":
         if len(files) == 1 and option == "path":
-            # As one document it would be all that every row reads.
+            # As one document, it would be the only text that every row reads.
             return CutFileReader(files[0], held_out)
         return FileReader(path if os.path.isdir(path) else os.path.dirname(path), files)
     if config.source == "jsonl":

@@ -1,8 +1,9 @@
-"""Calls of a tokenizer's library: its failures in one line, and ids that text must never give.
+"""Calls a tokenizer library: turns its failures into one line, and keeps special ids out of text.
 
-Text cannot spell the begin or the end of a document. Libraries give these ids all the same, for
-instance for a word of the vocabulary or an added token that is not marked special. Such a text is
-cut inside the token and its parts are encoded by themselves, until none gives one of the ids.
+Text must not encode to the begin or end id of a document. Libraries nevertheless return these ids,
+for instance for a word of the vocabulary or for an added token that is not marked special. Such a
+text is cut inside the token, and its parts are encoded separately, until no part encodes to one of
+these ids.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from errors import DataError, TrainerError, UserError
 
 
 class Encoded(NamedTuple):
-    """Ids of a text, and where each token starts and stops in it, in characters; all [n]."""
+    """Ids of a text, and the start and stop of each token in it, in characters; all [n]."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -27,7 +28,7 @@ class Encoded(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """What is checked of one; see data/tokenizer.py."""
+    """The part of a tokenizer that is checked here; see data/tokenizer.py."""
 
     name: str
     vocab_size: int
@@ -38,17 +39,17 @@ class Tokenizer(Protocol):
 
 
 class SpelledError(DataError):
-    """Text that gives the id of a special token, whatever is done about it."""
+    """A text that encodes to a special id and cannot be cut any further."""
 
 
 def encode_text(
     encode: Callable[[str], Encoded], text: str, owner: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (ids, stops) of a text, without the ids that begin and end documents.
+    """Returns (ids, stops) of a text, free of the ids that begin and end documents.
 
     Raises:
         DataError: the library fails.
-        SpelledError: a single character gives one of these ids.
+        SpelledError: a single character encodes to one of these ids.
     """
     ids, stops = [], []
     parts = [(0, text)]  # what is left to encode, last part first
@@ -68,13 +69,13 @@ def encode_text(
 
 
 def _cuts(encoded: Encoded, special: np.ndarray, text: str, owner: Tokenizer) -> list[int]:
-    """Returns places inside every special token."""
+    """Returns a position inside each special token."""
     starts, stops = encoded.starts[special], encoded.stops[special]
     if (short := stops - starts < 2).any():
         spelled = text[int(starts[short][0]) : int(stops[short][0])]
         raise SpelledError(
-            f"config.data.tokenizer={owner.name!r}: the text {spelled!r} gives the id that begins "
-            "or ends a document and cannot be encoded otherwise"
+            f"config.data.tokenizer={owner.name!r}: the text {spelled!r} encodes to the id that "
+            "begins or ends a document, and no other encoding is possible"
         )
     return sorted({int(middle) for middle in (starts + stops) // 2})
 
@@ -92,13 +93,13 @@ def _call(encode: Callable[[str], Encoded], text: str, owner: Tokenizer) -> Enco
     ids = encoded.ids
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < owner.vocab_size:
         raise DataError(
-            f"config.data.tokenizer={owner.name!r}: gives the id {int(ids.max())} for a text; its "
+            f"config.data.tokenizer={owner.name!r}: returned the id {int(ids.max())}; its "
             f"vocabulary has {owner.vocab_size}"
         )
     return encoded
 
 
-# Words of no language, other scripts, signs, control characters, spaces, and nothing.
+# English, nonsense words, other scripts, an emoji, control characters, a space, the empty text.
 _PROBES = (
     "The quick brown fox\n\tjumps over  13 lazy dogs.",
     "Zqxjkv wvzzq-0x7f_ß éñ",
@@ -110,7 +111,7 @@ _PROBES = (
 
 
 def check_tokenizer(tokenizer: Tokenizer, specials: list[tuple[str, str]]) -> None:
-    """Refuses a tokenizer that cannot encode any text, or gives other ids every time.
+    """Refuses a tokenizer that cannot encode arbitrary text, or whose ids vary between calls.
 
     Args:
         specials: (option, text) of tokens that begin or end a document.
@@ -139,7 +140,7 @@ def spellings(token: str) -> list[str]:
     texts = [token, token.lower(), token.upper(), token * 3]
     around = (("a", "b"), ("a ", " b"), ("", " a"), ("a ", ""), ("\n", "\n"), ("a", ""))
     texts += [before + token + after for before, after in around]
-    # As a document is cut into parts for encoding, parts of the token meet the edges.
+    # A document is cut into parts for encoding, so a part may begin or end inside the token.
     return [*texts, token[: len(token) // 2], token[len(token) // 2 :]]
 
 
@@ -147,14 +148,14 @@ def _check_repeatable(tokenizer: Tokenizer, text: str) -> None:
     first, *others = (tokenizer.encode(text.encode())[0].tolist() for _ in range(4))
     if any(other != first for other in others):
         raise UserError(
-            f"config.data.tokenizer={tokenizer.name!r}: encodes {text!r} in another way each time; "
-            "a resumed run could not be exact; try it without dropout or sampling"
+            f"config.data.tokenizer={tokenizer.name!r}: encodes {text!r} in another way each time, "
+            "so a resumed run would not be exact; try it without dropout or sampling"
         )
 
 
 @contextlib.contextmanager
 def library_errors(name: str, kind: str) -> Iterator[None]:
-    """Turns any failure of a library into one line; what it printed itself is dropped then."""
+    """Turns any failure of a library into a one-line error and drops what the library printed."""
     try:
         with _stderr_held_back():
             yield
@@ -168,7 +169,7 @@ def library_errors(name: str, kind: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stderr_held_back() -> Iterator[None]:
-    """Libraries write to the descriptor itself; it is passed on where nothing is raised."""
+    """Buffers what libraries write to the stderr descriptor; prints it if nothing is raised."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as held:
         before = os.dup(2)

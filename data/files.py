@@ -1,10 +1,10 @@
-"""Files of a corpus: found below a path, identified by their content, and read with a check.
+"""Files of a corpus: found below a path, identified by content, and checked when they are read.
 
-A fingerprint depends on the sizes and the bytes of the files in their order, neither on their names
-nor on their folder. It reads at most SAMPLES blocks of SAMPLE_BYTES: 64 MiB in 1,024 reads,
-whatever the size of the corpus, 16 of them at a time. Up to these limits every byte counts;
-beyond them a change at equal size is noticed where it touches one of the blocks, which are spread
-evenly: a change of one per cent of the corpus, in single bytes or as a whole, nearly always.
+A fingerprint depends on the sizes and bytes of the files, in order, and neither on their names nor
+on their folder. It reads at most SAMPLES blocks of SAMPLE_BYTES: 64 MiB in 1,024 reads, 16 at a
+time, whatever the size of the corpus. Within these limits it covers every byte. In a larger corpus,
+a change that keeps the size is detected if it touches one of the evenly spaced blocks. A change of
+one per cent of the corpus, scattered or contiguous, is nearly always detected.
 """
 
 import concurrent.futures
@@ -22,7 +22,8 @@ from errors import DataError, UserError
 SAMPLES = 1024
 SAMPLE_BYTES = 1 << 16
 _READERS = 16
-# Names of packed files end so. They are refused: left out, a part of the corpus would be missing.
+# Suffixes of compressed files. They are refused, because skipping them would lose part of the
+# corpus.
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _UTF8_MARK = b"\xef\xbb\xbf"
 _WIDE_MARKS = (
@@ -35,7 +36,7 @@ _WIDE_MARKS = (
 
 @dataclasses.dataclass(frozen=True)
 class FileState:
-    """What shows that a file is the one that was opened."""
+    """Size and modification time, which show whether a file has changed since it was opened."""
 
     size: int
     modified: int  # nanoseconds
@@ -46,7 +47,7 @@ class FileState:
 
 
 class Files:
-    """Files as they are when a run opens them. A read notices that one has changed since."""
+    """Files in the state in which a run opened them. A read fails if the file has changed since."""
 
     def __init__(self, paths: list[str]):
         self.paths = paths
@@ -58,7 +59,7 @@ class Files:
         return len(self.paths)
 
     def key(self) -> tuple[object, ...]:
-        """Equal for the same files in the same state."""
+        """A key that is equal for the same files in the same state."""
         return (*self.paths, *self.states)
 
     def read(self, number: int, start: int, stop: int) -> bytes:
@@ -82,7 +83,7 @@ class Files:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def check(self, number: int) -> None:
-        """Raises DataError where a file, read by other means, has changed since it was opened."""
+        """Raises DataError if a file that a library reads has changed since it was opened."""
         self._check(number, os.stat(self.paths[number]))
 
     def _check(self, number: int, status: os.stat_result) -> None:
@@ -136,9 +137,9 @@ def utf8_mark(head: bytes) -> int:
 
 
 def wide_encoding(head: bytes, size: int) -> str:
-    """Returns "UTF-16" or "UTF-32" where a file of that size begins as text in it does, else "".
+    """Returns "UTF-16" or "UTF-32" if a file that begins with `head` has that encoding, else "".
 
-    With a byte order mark, or with a zero in every other byte of Latin letters.
+    Detected by a byte order mark, or by the zero bytes that Latin letters have in it.
     """
     for mark, name in _WIDE_MARKS:
         if head.startswith(mark) and size % (4 if name == "UTF-32" else 2) == 0:
@@ -156,17 +157,17 @@ def wide_encoding(head: bytes, size: int) -> str:
 
 
 def refuse_wide(path: str, encoding: str) -> UserError:
-    """The error for a file that would need conversion first."""
+    """Returns the error for a file that must be converted first."""
     return UserError(
         f"config.data: {path} is {encoding}; needs UTF-8; try iconv -f {encoding} -t UTF-8"
     )
 
 
 def list_files(option: str, path: str, suffix: str) -> list[str]:
-    """Returns the file, or those below the folder, also behind links, all of which can be read.
+    """Returns the file, or all files below the folder. Symbolic links are followed.
 
     Raises:
-        UserError: rather than leave out what may be a part of the corpus.
+        UserError: a file cannot be read. It is not skipped, since it may be part of the corpus.
     """
 
     def refuse(error: OSError) -> NoReturn:
@@ -189,10 +190,10 @@ def list_files(option: str, path: str, suffix: str) -> list[str]:
 
 
 def _below(path: str, suffix: str, refuse: Callable[[OSError], NoReturn]) -> Iterator[str]:
-    """The files below a folder, hidden ones left out."""
-    reached: dict[str, tuple[str, ...]] = {}  # by folder: its real path and those of all above it
+    """Yields the files below a folder, except hidden ones."""
+    reached: dict[str, tuple[str, ...]] = {}  # by folder: its real path and those of its parents
     for folder, folders, names in os.walk(path, onerror=refuse, followlinks=True):
-        # Of "./a/b" and "a//b" as well, the folder above is "a".
+        # normpath: the parent of "./a/b" and of "a//b" is "a" as well.
         above = os.path.normpath(os.path.dirname(folder))
         real, through = os.path.realpath(folder), reached.get(above, ())
         if real in through:

@@ -1,4 +1,4 @@
-"""What must be equal for a saved position in the data to mean the same."""
+"""The identity of a loader's data: what must be equal for a saved position to stay valid."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ from data.documents import DocumentSource
 from data.options import DataConfig
 from data.tokenizer import Tokenizer
 
-# JSON's own types by the option that decides them; "split" is decided by several.
+# JSON values by the option that determines them; several options determine "split".
 Identity = dict[str, Any]
 
 
@@ -16,8 +16,8 @@ def identity_of(
 ) -> Identity:
     """Returns the identity of a loader's data.
 
-    Documents are identified by content, in their order: neither by names nor by the folder. Names
-    count in a folder of text files only where they change the order or what is held out.
+    Documents are identified by content and order, neither by names nor by the folder. In a folder
+    of text files, names matter only as far as they determine the order and what is held out.
     """
     identity: Identity = {"source": config.source, "path": source.fingerprint}
     if config.source in ("jsonl", "parquet"):
@@ -38,7 +38,7 @@ def identity_of(
 
 
 def differences(saved: Identity, given: Identity) -> list[str]:
-    """Returns a line for each thing that a saved position and this run do not have in common."""
+    """Returns a line for each difference between a saved identity and this run's."""
     lines = []
     for name in dict.fromkeys([*saved, *given]):
         if saved.get(name) != given.get(name):
@@ -50,23 +50,23 @@ def differences(saved: Identity, given: Identity) -> list[str]:
 
 
 def other_documents(saved: Identity, given: Identity) -> bool:
-    """Tells whether two identities are of different documents."""
+    """Returns whether two identities are of different documents."""
     names = ("source", "path", "field", "split")
     return any(saved.get(name) != given.get(name) for name in names)
 
 
 def why_not_continue(saved: Identity, given: Identity) -> str:
-    """Returns why no loader can continue from a saved identity that differs; "" where one can."""
+    """Returns why no loader can continue from a different saved identity; "" if one can."""
     if saved["tokenizer"] != given["tokenizer"]:
         return "a model cannot continue with other ids"
     if "whole" in (saved["packing"], given["packing"]) and not other_documents(saved, given):
-        return "only packing 'stream' can be assigned anew"
+        return "only packing 'stream' can be reassigned"
     return ""
 
 
 def option_of(name: str) -> str:
-    """Returns the option that decides a part of an identity."""
+    """Returns the option that determines a part of an identity."""
     if name == "seed":
         return "config.train.seed"
-    # Without a difference in the options before it, file names decide what is held out.
+    # If the options before it are equal, only file names can have changed what is held out.
     return "config.data.path (its file names)" if name == "split" else f"config.data.{name}"

@@ -1,11 +1,12 @@
-"""Batches on the mesh, made ahead of the step, with a position that can be saved.
+"""The loader: batches on the mesh, prepared ahead of the step, with a position that can be saved.
 
-Hosts share out rows: each reads the streams of the rows that its devices hold, so hosts with the
-same rows (a context axis across processes) read the same documents and place their own tokens.
+Each host reads the streams of the rows that its devices hold. Hosts that hold the same rows (if the
+context axis crosses processes) read the same documents, and each places its own tokens.
 """
 
 import hashlib
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
@@ -35,14 +36,17 @@ from data.tokenizer import Tokenizer, make_tokenizer
 from data.totals import broken_warning, sum_counts, summary
 from errors import UserError
 
-ROWS = ("data", "fsdp")
-# Evaluation keeps the documents' own order; a seed still decides ties between streams.
+ROWS = ("data", "fsdp", "expert")  # mesh axes
+# Evaluation does not shuffle documents, but a seed still breaks ties between streams.
 _EVAL_SEED = 0
 _NO_LIMIT = 1 << 40
-# Index of a record's numbers of tokens and of padding.
+# Index of a record's count of tokens; its count of padding follows.
 _MADE = RECORD_SIZE - 2
 _VERSION = 2
 _WAIT_SECONDS = 1.0
+# Batches whose making several processes await before a step, so that all hear of an error in time:
+# a process votes with step N, and the vote is read after step N + 1 has been dispatched.
+LOOK_AHEAD = 2
 
 
 def make_loader(
@@ -56,22 +60,21 @@ def make_loader(
     positions: bool = False,
     log: Callable[[str], None] | None = None,
 ) -> "Loader":
-    """Opens a split's documents and returns a loader at their beginning.
+    """Opens a split's documents and returns a loader positioned at their beginning.
 
-    Where there are several processes all have to call it together.
+    All processes must call it together.
 
     Args:
-        split: "train" (shuffled by seed and epoch; without end where config.epochs is 0) or "eval"
-            (one pass in fixed order, the same every time, without worker processes).
+        split: "train" (shuffled by seed and epoch; endless if config.epochs is 0) or "eval" (one
+            pass in a fixed order, the same every time, without worker processes).
         windows: consecutive rows of each stream in a batch.
-        max_batches: stop after so many; 0 for no limit.
+        max_batches: stop after this many batches; 0: no limit.
         positions: whether batches hold the positions of tokens in their documents, for a model
             that reads them.
         log: called with a line when many documents are broken; by default process 0 prints it.
 
     Raises:
-        UserError: one line that names the option, for whatever in the configuration or the files
-            cannot work.
+        UserError: the configuration or the files cannot work; one line that names the option.
     """
     check(config)
     tokenizer = make_tokenizer(config.tokenizer, config.bos_token, config.eos_token)
@@ -96,9 +99,9 @@ def make_loader(
 
 
 def _check_mesh(config: DataConfig, mesh: Mesh) -> None:
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = math.prod(mesh.shape[axis] for axis in ROWS)
     for name, given, parts, axes in (
-        ("global_batch_size", config.global_batch_size, shards, "mesh.data * mesh.fsdp"),
+        ("global_batch_size", config.global_batch_size, shards, "mesh.data * fsdp * expert"),
         ("sequence_length", config.sequence_length, mesh.shape["context"], "mesh.context"),
     ):
         if given % parts:
@@ -110,15 +113,15 @@ def _check_mesh(config: DataConfig, mesh: Mesh) -> None:
 
 
 def _check_documents(config: DataConfig, source: DocumentSource, mesh: Mesh) -> None:
-    """Refuses endless training in which some streams have no documents epoch after epoch.
+    """Refuses endless training with fewer documents than streams.
 
-    They would continue with the next epoch at once, so that all soon read the same texts in
-    lockstep. With a number of epochs they end, and their rows are padded.
+    Streams without documents would continue with the next epoch immediately, so all streams would
+    soon read the same texts in lockstep. With a number of epochs they end, and are padded.
     """
     found = int(np.count_nonzero(source.sizes))
     if config.epochs or found >= config.global_batch_size:
         return
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = math.prod(mesh.shape[axis] for axis in ROWS)
     fewer = found // shards * shards
     raise UserError(
         f"config.data.global_batch_size={config.global_batch_size}: needs at least as many "
@@ -138,11 +141,10 @@ class _Placed(NamedTuple):
 class Loader:
     """An iterator of `Batch`es of global arrays [W, B, T], sharded over the mesh.
 
-    Arrays are sharded by P(None, ("data", "fsdp"), "context"), `continues` by P(None, ("data",
-    "fsdp")). A thread makes and places `config.prefetch` batches ahead, from the first one asked
-    for or `start()` on.
+    Arrays are sharded by P(None, ROWS, "context"), `continues` by P(None, ROWS). A thread prepares
+    and places `config.prefetch` batches ahead; it starts with the first request or with `start()`.
 
-    A training loader continues where it was when iterated again; an evaluation loader starts over.
+    Iterating again continues a training loader where it was, and restarts an evaluation loader.
     """
 
     def __init__(
@@ -173,14 +175,14 @@ class Loader:
         self._flags_sharding = NamedSharding(mesh, PartitionSpec(None, ROWS))
         self._rows = rows_here(self._flags_sharding, config.global_batch_size)
         self._batches_out = 0
-        self._previous: SavedAssignment | None = None  # where the batch size or seed had changed
+        self._previous: SavedAssignment | None = None  # if the batch size or seed has changed
         self._corpus = self._assign()
-        # Of all rows; kept up to date for the rows held here.
+        # Of all rows; up to date only for the rows of this host.
         self._records = _start(config.global_batch_size)
         self._total: int | None = None
-        self._running: list[_Running] = []  # the pipeline, or nothing
-        self._ahead: list[_Placed] = []  # the batch that has_more looked at, or nothing
-        # Also at exit: a thread must not place arrays while JAX is taken down.
+        self._running: list[_Running] = []  # the pipeline, or empty
+        self._ahead: list[_Placed] = []  # the batch that has_more looked at, or empty
+        # Also at exit: the thread must not place arrays while JAX shuts down.
         weakref.finalize(self, _close, self._running)
 
     def _assign(self) -> Corpus:
@@ -197,7 +199,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         if self._split == "eval":
-            total = self._total  # of a whole pass, so still right
+            total = self._total  # the count of a whole pass stays valid
             self._move_to(_start(self._config.global_batch_size), 0)
             self._total = total
         return self
@@ -212,13 +214,16 @@ class Loader:
         return placed.batch
 
     def ready(self, timeout: float) -> bool:
-        """Waits at most so many seconds until `has_more` does not wait; whether that is so."""
+        """Waits up to `timeout` seconds; returns whether `has_more` would now return at once."""
         if self._ahead or self._batches_out >= self._limit():
             return True
         return self.start().batches.ready(timeout)
 
     def has_more(self) -> bool:
-        """Whether another batch follows, the same on every host. It is made; the position stays."""
+        """Whether another batch follows, the same on every host.
+
+        Prepares that batch, without changing the position.
+        """
         if self._batches_out >= self._limit():
             return False
         try:
@@ -227,24 +232,34 @@ class Loader:
             if not self._ahead:
                 self._ahead.append(self.start().batches.take())
         except BaseException:
-            self.close()  # what the thread has made ahead does not follow what was handed out
+            self.close()  # batches prepared ahead no longer follow the ones handed out
             raise
         placed = self._ahead[0]
         over = not placed.live and self._ends_by_itself()
         if over:
-            # This batch is not handed out. What it met at the end, such as empty documents, counts;
-            # its padding does not.
+            # This batch is not handed out. The documents skipped at its end are counted; its
+            # padding is not.
             self._records[:, :_MADE] = placed.records[:, :_MADE]
         return not over
 
+    def error_ahead(self, timeout: float) -> tuple[bool, BaseException | None]:
+        """Waits, at most so many seconds, for LOOK_AHEAD batches after the last one handed out.
+
+        Returns (whether they, or their end, are there; the error that one of them will raise).
+        """
+        wanted = min(LOOK_AHEAD, self._limit() - self._batches_out) - len(self._ahead)
+        if wanted <= 0:
+            return True, None
+        return self.start().batches.error_within(wanted, timeout)
+
     def _ends_by_itself(self) -> bool:
-        """This host holds all rows, so it sees when they have all ended."""
+        """Whether this host holds all rows, so that it sees when all of them have ended."""
         return len(self._rows) == self._config.global_batch_size
 
     def _limit(self) -> int:
         """Returns after how many batches to stop, the same on every host.
 
-        It is first asked right after the start or a move, when the records of all rows are known.
+        First called right after the start or a move, when the records of all rows are known.
         """
         endless = self._split == "train" and not self._config.epochs
         if endless or self._ends_by_itself():
@@ -260,9 +275,9 @@ class Loader:
         return self._total
 
     def start(self) -> "_Running":
-        """Begins to make batches ahead: workers take seconds to start, as the step does to compile.
+        """Starts preparing batches: workers take seconds to start, while the step compiles.
 
-        They follow the present position, so restore() comes first.
+        Batches follow the current position, so call restore() first.
         """
         if not self._running:
             made = Batches(
@@ -277,18 +292,19 @@ class Loader:
             place = _Placer(
                 self._rows, self._config.global_batch_size, self._sharding, self._flags_sharding
             )
-            self._running.append(_Running(made, place, self._config.prefetch))
+            ahead = max(self._config.prefetch, LOOK_AHEAD if jax.process_count() > 1 else 1)
+            self._running.append(_Running(made, place, ahead))
         return self._running[0]
 
     def close(self) -> None:
-        """Ends the thread and the worker processes. Iterating again starts new ones."""
+        """Stops the thread and the worker processes. Iterating again starts new ones."""
         self._ahead.clear()
         _close(self._running)
 
     def state(self) -> dict[str, Any]:
-        """Returns the position after the batch last handed out, as JSON's own types.
+        """Returns the position after the batch last handed out, as JSON values.
 
-        It is the whole run's: on several processes all must call it together, and all get the same.
+        It covers all rows of the run. All processes must call it together; all get the same value.
         """
         return {
             "version": _VERSION,
@@ -299,14 +315,14 @@ class Loader:
         }
 
     def restore(self, state: dict[str, Any]) -> str:
-        """Goes to a saved position; the next batch is the one that followed it.
+        """Moves to a saved position; the next batch is the one that followed it.
 
         Workers, prefetch, epochs, windows, mesh, processes, the folder and the names of the files
-        may always differ, and in "stream" packing sequence_length.
+        may always differ; with "stream" packing, so may sequence_length.
 
         Returns:
-            "", or a line that says what happened where `config.data.on_data_change` allowed another
-            batch size, another seed or other documents. Then no row continues what it held before.
+            "" normally. If `config.data.on_data_change` allowed another batch size, another seed or
+            other documents: a line that says so. Then no row continues its previous contents.
 
         Raises:
             UserError: the position belongs to other data.
@@ -356,9 +372,9 @@ class Loader:
             padding=sum(record.padding for record in old),
         )
         start[:] = begin._replace(counts=Counts(), tokens=0, padding=0).to_ints()
-        start[0] = begin.to_ints()  # one of the rows takes over the totals
+        start[0] = begin.to_ints()  # the first row takes over the totals
         self._move_to(start, state["batches"])
-        return f"{changed[0]}: the rest of the epoch is assigned anew to {len(start)} rows"
+        return f"{changed[0]}: the rest of the epoch is reassigned to {len(start)} rows"
 
     def _move_to(self, records: np.ndarray, batches_out: int) -> None:
         self.close()
@@ -371,7 +387,7 @@ class Loader:
         return identity_of(self._config, self.source, self.tokenizer, self._seed)
 
     def check_processes(self) -> None:
-        """Raises UserError where processes see other documents or options than the first does."""
+        """Raises UserError if processes have other documents or options than process 0."""
         if jax.process_count() == 1:
             return
         identity = self._identity()
@@ -395,24 +411,24 @@ class Loader:
                 self._log(line)
 
     def counts(self) -> dict[str, int]:
-        """Returns what the streams of all rows have met, up to the last batch.
+        """Returns the counts of all rows' streams, up to the last batch.
 
-        In "whole" packing up to where the rows now being handed out began to be filled. On several
-        processes all must call it together.
+        With "whole" packing, up to the position where the packer began to fill the current rows.
+        All processes must call it together.
 
-        The names are those of `data.stream.Counts`, with `tokens` (real ones) and `padding`.
+        The names are those of `data.stream.Counts`, plus `tokens` (real ones) and `padding`.
         """
         return sum_counts(_of_all_rows(self._records, self._rows))
 
     def epoch(self) -> float:
-        """Passes over the documents up to the last batch, as this process's rows have met them."""
+        """Passes over the documents up to the last batch, estimated from this process's rows."""
         counts = sum_counts(self._records[self._rows])
         share = len(self._rows) / len(self._records)
         met = counts["documents"] + counts["empty"] + counts["broken"]
         return met / share / max(len(self.source), 1)
 
     def summary(self) -> str:
-        """Returns the counts in one line. On several processes all must call it together."""
+        """Returns the counts in one line. All processes must call it together."""
         return summary(self._split, self.counts())
 
     def __enter__(self) -> Self:
@@ -423,7 +439,7 @@ class Loader:
 
 
 class _Running:
-    """A pipeline and the thread that runs it ahead."""
+    """A pipeline and the prefetch thread that runs it."""
 
     def __init__(self, made: Batches, place: "_Placer", ahead: int):
         self._made = made
@@ -456,7 +472,7 @@ class _Placer:
         shape = (field.shape[0], self._all_rows, *field.shape[2:])
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None  # each device has its part
+            assert index is not None  # every device holds a part
             windows, rows, *tokens = index
             start, stop, _ = rows.indices(self._all_rows)
             here = self._place[start]
@@ -491,7 +507,7 @@ def _of_all_rows(records: np.ndarray, rows: list[int]) -> np.ndarray:
         return records
     held = np.zeros((len(records), 1), np.int64)
     held[rows] = 1
-    # As int32: JAX would cut 64-bit numbers off.
+    # As int32, because JAX would truncate 64-bit integers.
     mine = np.concatenate([records, held], axis=1).view(np.int32)
     gathered = np.asarray(multihost_utils.process_allgather(mine)).view(np.int64)
     first = np.argmax(gathered[:, :, -1], axis=0)

@@ -16,10 +16,10 @@ class DataConfig:
 
     source: str = option(
         "stdlib",
-        'Format of the documents. "stdlib": the running Python\'s own standard library, one '
-        'document per .py file. "text": a folder (one document per file, at all depths), or a '
-        "single file, which for training is cut at line ends into documents of 64 KiB. "
-        '"jsonl", "parquet", "array_record": a file or a folder of them, one document per line, '
+        'Format of the documents. "stdlib": the standard library of the running Python, one '
+        'document per .py file. "text": a folder (searched recursively, one document per file), '
+        "or a single file, which for training is cut at line ends into documents of 64 KiB. "
+        '"jsonl", "parquet", "array_record": a file or a folder of files, one document per line, '
         "row or record.",
         choices=SOURCES,
     )
@@ -29,14 +29,14 @@ class DataConfig:
     field: str = option("text", "JSONL key or Parquet column that holds the text.")
     eval_path: str = option(
         "",
-        "Documents for evaluation, in the same format as data.path. Empty: a share of data.path "
+        "Documents for evaluation, in the same format as data.path. Empty: a fraction of data.path "
         "is held out (data.eval_fraction).",
     )
     eval_fraction: float = option(
         0.05,
-        "Share of documents held out for evaluation, by a fixed hash of their names (of their "
-        "numbers in jsonl, parquet and array_record; of a single text file the last lines are "
-        "held out). Not used with data.eval_path.",
+        "Fraction of the documents held out for evaluation, chosen by a fixed hash of their names "
+        "(jsonl, parquet, array_record: of their numbers; a single text file: its last lines). "
+        "Not used with data.eval_path.",
         above=0,
         below=1,
     )
@@ -63,7 +63,7 @@ class DataConfig:
     )
     global_batch_size: int = option(
         4,
-        "Rows per step over all devices, a multiple of mesh.data * mesh.fsdp * "
+        "Rows per step over all devices, a multiple of mesh.data * fsdp * expert * "
         "train.grad_accum_steps; with data.epochs = 0 at most the number of training documents.",
         unit="rows",
         minimum=1,
@@ -72,14 +72,14 @@ class DataConfig:
     packing: str = option(
         "stream",
         '"stream": each row is a stream; a long document continues in the same row of the next '
-        'batch. "whole": documents are kept whole in a row, longer ones are cut into independent '
-        "pieces.",
+        'batch. "whole": a row holds whole documents; documents longer than a row are cut into '
+        "independent pieces.",
         choices=PACKINGS,
     )
     packing_bins: int = option(
         8,
-        'Rows per stream that "whole" packing fills at a time; more of them waste less space and '
-        "delay documents longer.",
+        'Rows per stream that "whole" packing fills at the same time; a larger number wastes less '
+        "space and delays documents longer.",
         unit="rows",
         minimum=1,
     )
@@ -93,24 +93,25 @@ class DataConfig:
     )
     on_data_change: str = option(
         "refuse",
-        'Resuming with other data than the checkpoint\'s. "refuse": stop with a line that names '
-        'the difference. "continue": with another batch size or seed the same documents are '
-        'assigned anew, each from where it was left ("stream" packing only); other documents '
-        "are read from their beginning; the carried state starts empty.",
+        'What to do if the data differ from the checkpoint\'s. "refuse": stop with an error that '
+        'names the difference. "continue": with a different batch size or seed, reassign the '
+        'unread documents, each from where it was left ("stream" packing only); read different '
+        "documents from their beginning; start with an empty carried state.",
         choices=ON_DATA_CHANGE,
         renamed_from=("if_changed",),
     )
     workers: int = option(
         0,
-        "Processes that read, tokenize and pack; 0: the trainer's process. They share a host's "
-        "rows equally, so the largest number up to this that divides these rows is used.",
+        "Worker processes that read, tokenize and pack; 0: the trainer's own process does it. The "
+        "workers of a host share its rows equally: the largest number up to this one that divides "
+        "the rows is used.",
         unit="processes",
         minimum=0,
         on_resume="silent",
     )
     prefetch: int = option(
         2,
-        "Batches that a thread makes and places on the devices ahead of the step.",
+        "Batches that a thread prepares and places on the devices ahead of the step.",
         unit="batches",
         minimum=1,
         on_resume="silent",
@@ -118,9 +119,9 @@ class DataConfig:
 
 
 def check(config: DataConfig) -> None:
-    """Checks every option by itself and those that depend on each other.
+    """Checks every option on its own, then the options that depend on each other.
 
-    What depends on files is checked when the loader is made.
+    Constraints that depend on files are checked by `make_loader`.
 
     Raises:
         OptionError: one line that names the option.
@@ -130,7 +131,7 @@ def check(config: DataConfig) -> None:
 
 
 def check_related(config: DataConfig) -> None:
-    """Checks options whose constraint depends on the value of another one."""
+    """Checks options whose constraint depends on another option."""
     source = config.source
     packed = source != "stdlib"
     if config.path and not packed:

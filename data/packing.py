@@ -1,17 +1,17 @@
-"""Documents into rows of T tokens.
+"""Packs documents into rows of T tokens.
 
-"stream": a row takes the next T tokens of its stream, whatever documents they are of; a document
+"stream": a row takes the next T tokens of its stream, whatever documents they belong to; a document
 that does not fit continues in the next row of the stream. Nothing is padded before the stream ends.
-(Grain's concat-then-split cuts too, but begins positions anew in each row and resumes by packing
-again from its last checkpoint, where a position in the document is enough.)
+(Grain's concat-then-split also cuts documents, but it restarts positions in each row, and it
+resumes by packing again from its last checkpoint, where a position in the document is enough.)
 
-"whole": rows hold whole documents, and those longer than a row are cut into pieces that know
-nothing of each other. Grain's first-fit packer fills a few rows of the stream at a time. The last
-token of a piece still predicts the first of the next piece, the next token of the document.
+"whole": rows hold whole documents; documents longer than a row are cut into independent pieces.
+Grain's first-fit packer fills a few rows of the stream at a time. The last token of a piece still
+predicts the first token of the next piece, because that is the next token of the document.
 
-Either way a row comes with the position of its stream after it, so that a position belongs to a row
-and not to the thread, process or queue that the row came through. What the "whole" packer holds is
-read again from the position where it began to fill its rows, which is part of the position.
+In both modes a row comes with the position of its stream after that row. A position thus belongs to
+a row, and not to the thread, process or queue through which the row came. On resume, the "whole"
+packer reads the pieces that it held again, from the position where it began to fill its rows.
 """
 
 from typing import Any, NamedTuple
@@ -28,13 +28,13 @@ COLUMNS = 6
 
 
 class Record(NamedTuple):
-    """A stream's saved position: where it continues, and what it has met and made so far."""
+    """A stream's saved position: where it continues, and what it has read and produced so far."""
 
     position: Position = Position()
     counts: Counts = Counts()
-    rows: int = 0  # "whole": rows already handed out of those filled from the position on
+    rows: int = 0  # "whole": of the rows filled from the position on, how many are handed out
     tokens: int = 0  # real tokens handed out
-    padding: int = 0  # padded places handed out
+    padding: int = 0  # padding tokens handed out
 
     def to_ints(self) -> list[int]:
         return [*self.position, *self.counts, self.rows, self.tokens, self.padding]
@@ -53,17 +53,17 @@ class Row(NamedTuple):
     """One row of one stream."""
 
     table: np.ndarray  # [T, 6] int32: token, target, target's bytes, weight, segment, place
-    continues: bool  # its first segment continues the row before of the stream
+    continues: bool  # whether its first segment continues the stream's previous row
     record: Record  # of the stream, after this row
 
     @property
     def live(self) -> bool:
-        """False when the stream had ended: the row is padding."""
+        """False if the stream had ended, so that the row is padding."""
         return bool(self.table[0, SEGMENT])
 
 
 class StreamPacker:
-    """Rows of a stream whose documents continue from row to row."""
+    """Packs a stream's documents into rows so that they continue from row to row."""
 
     def __init__(self, corpus: Corpus, stream: int, record: Record):
         self._reader = StreamReader(corpus, stream, record.position, record.counts)
@@ -71,7 +71,7 @@ class StreamPacker:
         self._record = record
 
     def next_row(self) -> Row:
-        """Returns the next row; padding only, once the stream has ended."""
+        """Returns the next row; only padding once the stream has ended."""
         table = np.zeros((self._length, COLUMNS), np.int32)
         filled, segment = 0, 0
         continues = self._reader.position.place > 0
@@ -96,7 +96,7 @@ def _write(table: np.ndarray, start: int, piece: Piece, segment: int) -> None:
 
 
 class WholePacker:
-    """Rows of a stream that hold whole documents, by grain's first-fit packer."""
+    """Packs a stream's documents whole into rows, with Grain's first-fit packer."""
 
     def __init__(self, corpus: Corpus, stream: int, record: Record, bins: int):
         self._length = corpus.sequence_length
@@ -117,7 +117,7 @@ class WholePacker:
         )
 
     def next_row(self) -> Row:
-        """Returns the next row; padding only, once the stream has ended."""
+        """Returns the next row; only padding once the stream has ended."""
         table = np.zeros((self._length, COLUMNS), np.int32)
         row = next(self._packed, None)
         if row is not None:
@@ -127,7 +127,7 @@ class WholePacker:
         filled = int(np.count_nonzero(table[:, SEGMENT]))
         state = self._packed.get_state()
         if row is None:
-            # Where the stream ended: grain's packer is before what followed its last piece.
+            # The end of the stream: Grain's packer is still before what followed its last piece.
             state["parent"] = self._pieces.iterator.get_state()
         began = Record.from_ints([*state["parent"]["at"], state["next_row"], 0, 0])
         self._record = began._replace(
@@ -138,7 +138,7 @@ class WholePacker:
 
 
 class _Pieces(grain.IterDataset):
-    """A stream's documents, cut into pieces of at most a row, for grain's packers."""
+    """A stream's documents, cut into pieces of at most a row, for Grain's packers."""
 
     def __init__(self, corpus: Corpus, stream: int):
         super().__init__()

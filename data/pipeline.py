@@ -1,9 +1,9 @@
-"""Rows to batches, on the host, for the streams of the rows that this host holds.
+"""Assembles the rows that this host holds into batches, on the host.
 
     rows of streams, in this process or in workers -> batches of W windows x rows
 
-Every row comes with the position of its stream (data/packing.py), so neither workers nor what is
-made ahead are part of what is saved: a run may be resumed with another number of workers.
+Every row comes with the position of its stream (data/packing.py), so neither workers nor prefetched
+batches are part of the saved position: a run may be resumed with another number of workers.
 """
 
 import dataclasses
@@ -21,18 +21,18 @@ from data.workers import Workers
 
 
 class HostBatch(NamedTuple):
-    """A batch of this host's rows, in NumPy, and the positions of the streams after it."""
+    """A batch of this host's rows, as NumPy arrays, and the positions of the streams after it."""
 
     batch: Batch
     records: np.ndarray  # [rows here, RECORD_SIZE] int64
-    live: bool  # some row holds a token
+    live: bool  # whether any row holds a token
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The next row of each of some streams in turn, without end; pickled to workers.
+    """Yields the next row of each of its streams in turn, endlessly; pickled to workers.
 
-    streams: (number, record as ints) of each.
+    streams: (number, record as ints) of each stream.
     """
 
     corpus: Corpus
@@ -53,12 +53,12 @@ class Rows:
 
 
 class Batches:
-    """An endless iterator of `HostBatch`es; after the last epoch they are padding.
+    """An endless iterator of `HostBatch`es; after the last epoch they hold only padding.
 
     Args:
         rows: the global numbers of this host's rows.
         records: where each of their streams continues, [rows here, RECORD_SIZE].
-        workers: the largest number up to this that divides the rows is used; 0: none.
+        workers: maximum number of workers; the largest one that divides the rows is used. 0: none.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Batches:
         self._workers: Workers | None = None
         self._rows: Iterator[Row]
         if used := shared_out(len(rows), workers):
-            # Every n-th stream each, so that rows taken from the workers in turn are in order.
+            # Each worker gets every n-th stream, so rows taken from workers in turn are in order.
             works = [work(streams[number::used]) for number in range(used)]
             self._rows = self._workers = Workers(works, max(1, 2 * self._count // used))
         else:
@@ -94,7 +94,7 @@ class Batches:
         return _stack(rows, self._windows, self._positions)
 
     def stop(self) -> None:
-        """Ends the workers, and by that a wait for one of their rows in another thread."""
+        """Stops the workers, which also ends another thread's wait for one of their rows."""
         if self._workers:
             self._workers.kill()
 
@@ -104,12 +104,12 @@ class Batches:
 
 
 def shared_out(rows: int, workers: int) -> int:
-    """Returns the largest number of workers, up to `workers`, that get equally many rows."""
+    """Returns the largest number of workers, up to `workers`, that divides the rows."""
     return max((n for n in range(1, min(rows, workers) + 1) if rows % n == 0), default=0)
 
 
 def _stack(made: list[Row], windows: int, positions: bool) -> HostBatch:
-    """Rows of window 0, then rows of window 1, ... -> arrays [W, B, T]."""
+    """Stacks the rows of window 0, then of window 1, ... into arrays [W, B, T]."""
     table = np.stack([row.table for row in made])
     table = table.reshape(windows, -1, *table.shape[1:])
     field = np.ascontiguousarray(np.moveaxis(table, -1, 0))
@@ -132,7 +132,7 @@ def count_batches(
 ) -> int:
     """Returns after how many batches, at most `limit`, the longest of all streams ends.
 
-    Reads every stream once. Hosts with different rows need it to stop together.
+    Reads every stream once. Hosts that hold different rows need the result to stop together.
     """
     longest = 0
     for stream, ints in enumerate(records.tolist()):

@@ -1,15 +1,15 @@
-"""A thread that makes items ahead of their use, and a wait for it that has a time limit."""
+"""A thread that prepares items ahead of their use, and a wait for them with a time limit."""
 
 import collections
 import threading
 from collections.abc import Callable
 
-# A thread that hangs in a read of a dead file system is left behind: it is a daemon.
+# A thread that hangs while it reads a dead file system is abandoned: it is a daemon thread.
 _JOIN_SECONDS = 5.0
 
 
 class Prefetcher[T]:
-    """Calls `make` in a thread until it raises, at most `ahead` items ahead."""
+    """Calls `make` in a thread until it raises, and keeps at most `ahead` items."""
 
     def __init__(self, make: Callable[[], T], ahead: int):
         self._make = make
@@ -25,7 +25,7 @@ class Prefetcher[T]:
         while not self._stopped:
             try:
                 item = self._make()
-            except BaseException as error:  # for whoever waits for the item
+            except BaseException as error:  # raised by take()
                 item = error
             with self._changed:
                 self._changed.wait_for(lambda: len(self._made) < self._ahead or self._stopped)
@@ -35,12 +35,29 @@ class Prefetcher[T]:
                 return
 
     def ready(self, timeout: float) -> bool:
-        """Waits for the next item or error, at most so many seconds; whether there is one."""
+        """Waits up to `timeout` seconds for the next item or error; returns whether it is there."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._made), timeout)
 
+    def error_within(self, items: int, timeout: float) -> tuple[bool, BaseException | None]:
+        """Waits, at most so many seconds, for the next items (at most `ahead`).
+
+        Returns (whether they, or an error among them, are there; that error).
+        """
+        with self._changed:
+            known = self._changed.wait_for(
+                lambda: self._error() or len(self._made) >= items, timeout
+            )
+            error = self._error() if len(self._made) <= items else None
+            return bool(known), error
+
+    def _error(self) -> BaseException | None:
+        """What ended the thread, if that is so: always the last of what it made."""
+        last = self._made[-1] if self._made else None
+        return last if isinstance(last, BaseException) else None
+
     def take(self) -> T:
-        """Returns the next item, or raises what making it raised."""
+        """Returns the next item, or raises the exception that `make` raised."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._made))
             item = self._made[0]
@@ -51,7 +68,7 @@ class Prefetcher[T]:
             return item
 
     def close(self) -> None:
-        """Ends the thread after the item that it is making."""
+        """Stops the thread once it has finished its current item."""
         with self._changed:
             self._stopped = True
             self._made.clear()

@@ -1,8 +1,8 @@
-"""One stream's documents, read token by token, from any saved position.
+"""Reads one stream's documents token by token, from any saved position.
 
-A document becomes begin-id, its tokens, end-id. A long one is encoded in spans of about a megabyte
-that end after a line, so that neither memory nor resuming depends on how long documents are; a
-tokenizer that merges over line ends may merge differently at such a cut.
+A document becomes the begin id, its tokens and the end id. A long document is encoded in spans of
+about a megabyte that end after a line, so that neither memory nor the time to resume depends on the
+length of documents. A tokenizer that merges across line ends may merge differently at such a cut.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ from data.tokenizer import Tokenizer
 from errors import DataError, UserError
 
 SPAN_BYTES = 1 << 20
-# Documents of a stream whose share with text is compared with that of all before them.
+# Documents in a window of a stream. The fraction of them with text is compared with the fraction
+# of all documents before the window.
 WINDOW = 500
 
 # Columns of the tables that tokens travel in.
@@ -26,18 +27,18 @@ TOKEN, TARGET, TARGET_BYTES, WEIGHT = range(4)
 
 
 class Counts(NamedTuple):
-    """What a stream has met so far. A document read in two epochs counts twice."""
+    """Counts of a stream so far. A document read in two epochs counts twice."""
 
-    documents: int = 0  # begun, empty and broken ones left out
-    empty: int = 0  # skipped: no text, or nothing left of it by the tokenizer
+    documents: int = 0  # begun, excluding empty and broken ones
+    empty: int = 0  # skipped: no text, or the tokenizer returned no ids
     broken: int = 0  # skipped: a record that could not be read, such as half a line of JSON
-    invalid_utf8: int = 0  # read, with bytes that are no UTF-8
+    invalid_utf8: int = 0  # read, with bytes that are not UTF-8
     one_byte: int = 0  # read, a single byte long
     longer_than_row: int = 0  # read, with more tokens than a row holds
 
     @property
     def looked_at(self) -> int:
-        """Documents with text or without."""
+        """All documents, with or without text."""
         return self.documents + self.empty + self.broken
 
 
@@ -59,7 +60,7 @@ class Corpus:
 
 
 class StreamReader:
-    """Reads what was assigned to one stream, from a position on."""
+    """Reads the documents assigned to one stream, from a position on."""
 
     def __init__(self, corpus: Corpus, stream: int, position: Position, counts: Counts):
         self._corpus = corpus
@@ -67,8 +68,8 @@ class StreamReader:
         self._position = position
         self._counts = dict(zip(Counts._fields, counts))
         self._document: _OpenDocument | None = None
-        self._skipped = 0  # documents without text since the last one with
-        self._window = counts  # when the present window of documents began
+        self._skipped = 0  # documents without text since the last one with text
+        self._window = counts  # at the start of the current window of documents
 
     @property
     def position(self) -> Position:
@@ -81,7 +82,7 @@ class StreamReader:
     def take(self, limit: int) -> Piece | None:
         """Returns the next tokens of the current document, at most `limit` (>= 1) of them.
 
-        None when the last epoch is over.
+        Returns None after the last epoch.
         """
         document = self._document or self._next_document()
         if document is None:
@@ -106,9 +107,9 @@ class StreamReader:
         return piece
 
     def _next_document(self) -> "_OpenDocument | None":
-        """Opens the document at the position, or the next that has text.
+        """Opens the document at the position, or else the next one that has text.
 
-        None when the last epoch is over.
+        Returns None after the last epoch.
         """
         while True:
             position = self._position
@@ -135,7 +136,7 @@ class StreamReader:
             self._check_text(found=False)
 
     def _check_text(self, found: bool) -> None:
-        """Counts a document looked at, and stops where there is no text any more."""
+        """Counts a document, and raises an error if documents no longer have text."""
         self._skipped = 0 if found else self._skipped + 1
         counts = self.counts
         if self._skipped > 100 * len(self._corpus.source):
@@ -143,7 +144,7 @@ class StreamReader:
                 f"config.data.path: no text in any document of {self._corpus.source.described}; "
                 f"{counts.empty:,} were empty and {counts.broken:,} broken"
             )
-        # In the documents' own order a run of empty ones says nothing about the rest.
+        # Without shuffling, a series of empty documents says nothing about the others.
         looked_at, before = counts.looked_at, self._window.looked_at
         if not self._corpus.assigner.shuffle or looked_at - before < WINDOW:
             return
@@ -159,7 +160,7 @@ class StreamReader:
         self._window = counts
 
     def _open(self, index: int, position: Position) -> "_OpenDocument | None":
-        """Opens a document at a position in it; None, counted, where it has no tokens."""
+        """Opens a document at a position in it. If it has no tokens, counts it and returns None."""
         document = self._corpus.source[index]
         if document.broken:
             self._counts["broken"] += 1
@@ -180,7 +181,7 @@ class _OpenDocument:
         self._tokenizer = tokenizer
         self._encoded_to = position.byte
         self._cursor = position.token
-        # What is held: whole spans, the cursor in the first or just behind it.
+        # The spans held are complete; the cursor is in the first of them or at its end.
         self._ids = np.zeros(0, np.int32)
         self._nbytes = np.zeros(0, np.int32)
         self._starts: list[tuple[int, int]] = []  # of each span: (byte, index into _ids)
@@ -192,7 +193,7 @@ class _OpenDocument:
 
     @property
     def empty(self) -> bool:
-        """Nothing but begin-id and end-id."""
+        """Whether there is nothing between the begin id and the end id."""
         return self._all_encoded and self._starts[0][0] == 0 and len(self._ids) == 2
 
     @property
@@ -212,7 +213,7 @@ class _OpenDocument:
 
     def take(self, limit: int) -> np.ndarray:
         """Returns the next tokens and their targets, [n, 4] int32 with n <= limit."""
-        # One more than asked for: the last one's target.
+        # One more token than requested, as the target of the last one.
         while len(self._ids) - self._cursor <= limit and not self._all_encoded:
             self._encode_span()
         start = self._cursor
@@ -263,7 +264,7 @@ def span_end(text: Text, start: int) -> int:
     newline = bytes(text[start:end]).rfind(b"\n")
     if newline >= 0:
         return start + newline + 1
-    # No line to go by: at least not inside a character (at most 4 bytes).
+    # There is no line end: at least do not cut inside a character (at most 4 bytes).
     for back in range(4):
         if text[end - back] & 0xC0 != 0x80 and end - back > start:
             return end - back

@@ -1,14 +1,14 @@
-"""Token ids to text as they arrive, without ever showing half a character."""
+"""Turns token ids into text as they arrive, without ever showing a partial character."""
 
 from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A character is at most four bytes, so at most four tokens that are no character alone.
+# A character has at most four bytes, so it consists of at most four tokens.
 MOST_PENDING = 4
 
 
 class Decoder(Protocol):
-    """What a tokenizer offers for this: see data/tokenizer.py."""
+    """The part of a tokenizer that is needed here; see data/tokenizer.py."""
 
     def decode(self, ids: list[int]) -> str: ...
 
@@ -16,8 +16,8 @@ class Decoder(Protocol):
 class TextStream:
     """The text of a growing list of token ids, piece by piece.
 
-    Some tokens are part of a character, and the text of a token may depend on the one before
-    it (a leading blank). So a token is decoded with the tokens that were shown last, and kept back
+    A token may be only part of a character, and its text may depend on the token before it (a
+    leading space). A token is therefore decoded together with the tokens shown last, and held back
     while its text ends inside a character.
     """
 
@@ -27,14 +27,14 @@ class TextStream:
         self._shown, self._pending = list(context or [])[-MOST_PENDING:], list[int]()
 
     def push(self, token: int) -> str:
-        """The text that this id completes; "" inside a character."""
+        """Returns the text that this id completes; "" inside a character."""
         self._pending.append(token)
         if self._text().endswith(REPLACEMENT) and len(self._pending) < MOST_PENDING:
             return ""
         return self.flush()
 
     def flush(self) -> str:
-        """The text of what was kept back, with U+FFFD for half a character."""
+        """Returns the text held back, with U+FFFD for a partial character."""
         text = self._text()
         if self._pending:
             self._shown, self._pending = self._pending, []

@@ -1,7 +1,8 @@
-"""Text to token ids, with the number of UTF-8 bytes that each token represents.
+"""Tokenizers: text to token ids, with the number of UTF-8 bytes that each token represents.
 
-Bytes are what makes losses comparable between tokenizers: bits per byte = nats / ln 2 / bytes. So
-`nbytes` adds up to the length of the text, whatever a tokenizer normalises away, merges or splits.
+Byte counts make losses comparable between tokenizers: bits per byte = nats / ln 2 / bytes.
+`nbytes` therefore sums to the length of the text, whatever a tokenizer normalises, merges or
+splits.
 """
 
 import hashlib
@@ -18,11 +19,11 @@ BYTES = "bytes"
 
 
 class Tokenizer(Protocol):
-    """One way to write text as ids. Begin and end ids are for the caller to put around a document.
+    """An encoding of text as ids. The caller adds the begin and end ids around a document.
 
-    name          how the config named it
-    fingerprint   changes when the same text could give other ids
-    vocab_size    ids are 0 .. vocab_size - 1, begin and end included
+    name          its name in the config
+    fingerprint   changes when the same text could encode to other ids
+    vocab_size    ids are 0 .. vocab_size - 1, including the begin and end ids
     """
 
     name: str
@@ -34,12 +35,12 @@ class Tokenizer(Protocol):
     def encode(self, text: bytes) -> tuple[np.ndarray, np.ndarray]:
         """Returns (ids [n] int32, nbytes [n] int32); sum(nbytes) == len(text) unless n == 0.
 
-        Bytes that are no UTF-8 are taken as they are ("bytes") or read as U+FFFD, one a byte.
+        Bytes that are not UTF-8 are kept ("bytes") or each read as U+FFFD (other tokenizers).
         """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids; begin and end ids have none. Part of a character is U+FFFD."""
+        """Returns the ids' text, without begin and end ids; U+FFFD for a partial character."""
         ...
 
 
@@ -47,8 +48,8 @@ def make_tokenizer(name: str, bos_token: str = "", eos_token: str = "") -> Token
     """Opens the tokenizer that `config.data.tokenizer` names.
 
     Raises:
-        UserError: there is none, its file cannot be read as one, it cannot encode any text, gives
-            other ids each time, or text can spell the begin or end of a document.
+        UserError: there is no such tokenizer, its file cannot be read, it cannot encode arbitrary
+            text, its ids vary between calls, or text encodes to its begin or end id.
     """
     if name != BYTES and not name.endswith((".json", ".model")):
         raise UserError(
@@ -84,7 +85,7 @@ def make_tokenizer(name: str, bos_token: str = "", eos_token: str = "") -> Token
 
 
 class ByteTokenizer:
-    """Ids 0-255 are the bytes, 256 begins a document and 257 ends it."""
+    """Ids 0 to 255 are the bytes; 256 begins a document and 257 ends it."""
 
     name = BYTES
     fingerprint = BYTES
@@ -101,7 +102,7 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, read by the `tokenizers` library. No special token is added by it."""
+    """A tokenizer.json, read by the `tokenizers` library, without its automatic special tokens."""
 
     def __init__(self, path: str, bos_token: str = "", eos_token: str = ""):
         import tokenizers  # slow to import and needed by few
@@ -119,16 +120,16 @@ class HuggingFaceTokenizer:
         self.eos_id = self._special("eos_token", eos_token)
 
     def _set_up(self) -> None:
-        # Settings of the file that would cut or fill documents, or change ids from call to call.
+        # Override settings of the file that truncate or pad documents, or make ids random.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None):
             self._tokenizer.model.dropout = None
-        # "<s>" in a text is three characters, not the begin of a document.
+        # "<s>" in a text is three characters, not the beginning of a document.
         self._tokenizer.encode_special_tokens = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In a worker process. The library pickles its vocabulary but not all of its settings."""
+        """Unpickles, in a worker process. The library pickles only some of its settings."""
         self.__dict__.update(state)
         self._set_up()
 
@@ -161,7 +162,7 @@ class HuggingFaceTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model. Its own begin and end ids are used where it has them."""
+    """A SentencePiece model. Its own begin and end ids are used if it has them."""
 
     def __init__(self, path: str):
         import sentencepiece
@@ -202,10 +203,10 @@ class SentencePieceTokenizer:
 
 
 def readable_text(text: bytes) -> tuple[str, np.ndarray]:
-    """Returns the text with U+FFFD for each byte that is no UTF-8, and where characters end.
+    """Returns the text, with U+FFFD for each byte that is not UTF-8, and its characters' ends.
 
-    The second, [characters + 1] int64, holds at c the number of bytes of `text` that the first c
-    characters were; a replaced byte counts as the one byte it was.
+    Element c of the ends, [characters + 1] int64, is the number of bytes of `text` that the first c
+    characters took; a replaced byte counts as one byte.
     """
     try:
         readable = text.decode("utf-8")
@@ -213,7 +214,7 @@ def readable_text(text: bytes) -> tuple[str, np.ndarray]:
         return readable, np.append(np.flatnonzero(is_start), len(text)).astype(np.int64)
     except UnicodeDecodeError:
         pass
-    # surrogateescape gives exactly one lone surrogate (U+DC80 - U+DCFF) a bad byte.
+    # surrogateescape decodes each bad byte to exactly one lone surrogate (U+DC80 to U+DCFF).
     escaped = text.decode("utf-8", errors="surrogateescape")
     codes = np.frombuffer(escaped.encode("utf-32-le", errors="surrogatepass"), np.uint32).copy()
     bad = (codes >= 0xDC80) & (codes <= 0xDCFF)
@@ -225,12 +226,12 @@ def readable_text(text: bytes) -> tuple[str, np.ndarray]:
 
 
 def bytes_of_tokens(stops: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Shares the text's bytes out among its tokens by where each stops.
+    """Distributes the text's bytes among its tokens, by the end of each token.
 
-    stops [n]: characters up to each token's end. ends: as `readable_text` returns it. Returns
-    [n] int32, which adds up to all bytes. Text that no token covers (dropped by normalisation)
-    goes to the token after it, at the end to the last one; of tokens that share one character, the
-    first gets its bytes.
+    stops [n]: characters up to each token's end. ends: as returned by `readable_text`. Returns
+    [n] int32, which sums to all bytes. Text that no token covers (dropped by normalisation) counts
+    for the next token, or at the end for the last one. Of tokens that share a character, the first
+    gets its bytes.
     """
     if len(stops) == 0:
         return np.zeros(0, np.int32)

@@ -1,11 +1,11 @@
-"""What streams have met so far, summed, and the lines that report it."""
+"""Sums the counts of streams, and formats them for the log."""
 
 import numpy as np
 
 from data.packing import Record
 from data.stream import Counts
 
-# More broken documents than this are reported when first seen, of at least so many in all.
+# A larger share of broken documents is reported once, among at least this many documents.
 _BROKEN_SHARE, _BROKEN_OF = 0.01, 100
 
 
@@ -33,7 +33,7 @@ def summary(split: str, counts: dict[str, int]) -> str:
 
 
 def broken_warning(split: str, counts: dict[str, int], described: str) -> str:
-    """Returns a line where more than 1 % of the documents so far are broken, else ""."""
+    """Returns a warning if more than 1 % of the documents so far are broken, else ""."""
     looked_at = Counts(**{name: counts[name] for name in Counts._fields}).looked_at
     if counts["broken"] <= _BROKEN_SHARE * max(looked_at, _BROKEN_OF):
         return ""

@@ -1,10 +1,10 @@
-"""Processes that read, tokenize and pack, each for its share of a host's streams.
+"""Worker processes that read, tokenize and pack, each for its share of a host's streams.
 
-The parent and a worker share one pipe. The parent sends the work, then how many rows it may make
-ahead; rows come back in order. When either side is gone, the other finds the pipe closed: that is
-all that is needed to notice a dead worker in its first second, in the middle of a row or later, and
-for a worker to end with its parent. A pipe needs neither shared memory nor semaphores, both of
-which a container's /dev/shm may be too small for, and two descriptors for each worker.
+The parent and a worker share one pipe. The parent sends the work, then the number of rows that the
+worker may prepare ahead; rows come back in order. If either side dies, the other finds the pipe
+closed. This alone suffices to detect a dead worker at any time, even in the middle of a row, and to
+end a worker with its parent. A pipe takes two descriptors per worker, and needs neither shared
+memory nor semaphores, for which a container's /dev/shm may be too small.
 """
 
 import atexit
@@ -21,11 +21,11 @@ from typing import Any
 
 from errors import DataError, TrainerError
 
-# Sent to a whole process group by a terminal, Slurm or systemd. They are for the parent, which
-# decides what to finish.
+# Signals that a terminal, Slurm or systemd sends to the whole process group. Only the parent
+# handles them: it decides what to finish.
 _FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _AGAIN = "start the same command again to continue from the last checkpoint"
-# What starting a process fails with, and what to do about it.
+# Reasons why a process cannot be started, and what to do about them.
 _CAUSES = {
     errno.EMFILE: "this process may not open more files; raise the limit that ulimit -n shows",
     errno.ENFILE: "the machine has too many open files",
@@ -34,22 +34,22 @@ _CAUSES = {
     errno.ENOSPC: "/dev/shm or /tmp is full",
 }
 
-# Makes an endless iterator of items; pickled.
+# A picklable function that returns an endless iterator of items.
 type Work = Callable[[], Iterator[Any]]
 
 
 class Workers:
-    """An iterator over the items of several works in turn, each made in its own process."""
+    """An iterator over the items of several works in turn; each work runs in its own process."""
 
     def __init__(self, works: Sequence[Work], ahead: int):
-        """ahead: items that each worker may make before they are asked for."""
+        """ahead: items that each worker may prepare before they are requested."""
         self._works = works
         self._ahead = ahead
         self._turn = 0
         self._sent = False
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
-        # Before multiprocessing's own exit function, which would wait for them to end.
+        # Runs before multiprocessing's own exit handler, which would wait for the processes.
         atexit.register(self.kill)
         try:
             with _parents_signals_blocked():
@@ -68,8 +68,8 @@ class Workers:
         mine, theirs = context.Pipe()
         with theirs:
             self._pipes.append(mine)
-            # The work is sent later: what is sent at the start is written while both ends are open
-            # here, so that the write would wait forever for a worker that has died.
+            # The work is not passed as an argument: that would be written while both ends of the
+            # pipe are open here, so the write would wait forever for a worker that has died.
             process = context.Process(target=_run, args=(theirs,), daemon=True)
             process.start()
         self._processes.append(process)
@@ -112,12 +112,12 @@ class Workers:
         return DataError(f"config.data.workers: a worker's pipe failed ({error}); {_AGAIN}")
 
     def kill(self) -> None:
-        """Ends the processes at once; they have nothing to lose."""
+        """Kills the processes immediately; they hold no state."""
         for process in self._processes:
             process.kill()
 
     def close(self) -> None:
-        """Ends the processes. Nothing may be waiting for an item; see `kill`."""
+        """Stops the processes. No thread may be waiting for an item; see `kill`."""
         self.kill()
         for process in self._processes:
             process.join()
@@ -131,16 +131,16 @@ def _exit_reason(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name
-    memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+    memory = ", which the kernel sends when memory runs out" if name == "SIGKILL" else ""
     return f"by {name}{memory}"
 
 
 @contextlib.contextmanager
 def _parents_signals_blocked() -> Iterator[None]:
-    """Starting processes inherit the mask: they ignore these signals before they can handle any."""
+    """New processes inherit the mask, so these signals cannot arrive before they are ignored."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
     try:
-        # multiprocessing's helper process inherits it too; starting it unblocks two of them.
+        # multiprocessing's helper process inherits it too; starting that unblocks two signals.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
         yield
@@ -149,7 +149,7 @@ def _parents_signals_blocked() -> Iterator[None]:
 
 
 def _run(pipe: Connection) -> None:
-    """A worker process."""
+    """The main function of a worker process."""
     for number in _FOR_THE_PARENT:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(EOFError, OSError):  # the parent has gone
@@ -164,13 +164,13 @@ def _run(pipe: Connection) -> None:
 
 
 def _made(work: Work) -> Iterator[Any]:
-    """The items, or in their place the exception that ended them."""
+    """Yields the items, and after an exception that exception forever."""
     try:
         yield from work()
     except TrainerError as error:
         while True:
             yield error
-    except Exception:  # a bug: its own class may not be one that can be sent
+    except Exception:  # a bug: its exception may not be picklable
         bug = RuntimeError(traceback.format_exc())
         while True:
             yield bug

@@ -1,8 +1,8 @@
-"""What a batch's segment ids mean, worked out once a batch for every layer and rank.
+"""Segment metadata, computed from a batch's segment ids once per batch for all layers and ranks.
 
-A segment is a run of one nonzero id; id 0 is padding and transparent: runs of one id with only
+A segment is a run of one nonzero id. Id 0 is padding and transparent: runs of the same id with only
 padding between them are one segment. Segments are numbered by their order in the whole row,
-whatever the ids are. Everything here depends on the ids alone, so layers exchange none of it again.
+whatever the ids are. The metadata depend only on the ids, so layers need not exchange them again.
 """
 
 import functools
@@ -24,17 +24,17 @@ class Segments:
     axis.
 
     Attributes:
-        index: [B, T] int32, the 0-based order number of the token's segment in the whole row; -1 at
+        index: [B, T] int32, the 0-based number of the token's segment in the whole row; -1 at
             padding.
-        first: [B, T] bool, the token is its segment's first real token in the whole row.
-        valid: [B, T] bool, the token is not padding.
-        before: [B, 1] int32, how many segments started on earlier ranks. The first real token here
-            continues a segment from upstream exactly if its index is before - 1.
-        after: [B, 1] int32, index of the first real token on later ranks, count where there is
-            none. The segment of this rank's last real token ends here exactly if its index is not
-            after.
-        count: [B, 1] int32, how many segments the whole row has.
-        max_segments: static bound for arrays with one entry a segment, or None.
+        first: [B, T] bool, whether the token is its segment's first real token in the whole row.
+        valid: [B, T] bool, whether the token is not padding.
+        before: [B, 1] int32, the number of segments that start on earlier ranks. The rank's first
+            real token continues an earlier rank's segment if and only if its index is before - 1.
+        after: [B, 1] int32, the index of the first real token on later ranks, or count if there is
+            none. The segment of this rank's last real token ends here if and only if its index is
+            not equal to after.
+        count: [B, 1] int32, the number of segments in the whole row.
+        max_segments: static bound for arrays with one entry per segment, or None.
     """
 
     index: jax.Array
@@ -47,7 +47,7 @@ class Segments:
 
     @property
     def overflow(self) -> jax.Array:
-        """[B, 1] bool: the row has more segments than max_segments (never, without a bound)."""
+        """[B, 1] bool: whether the row has more than max_segments segments (False if None)."""
         if self.max_segments is None:
             return jnp.zeros_like(self.count, dtype=bool)
         return self.count > self.max_segments
@@ -56,16 +56,16 @@ class Segments:
 def plan_segments(
     segment_ids: jax.Array, axis_name: str | None = None, max_segments: int | None = None
 ) -> Segments:
-    """Number the segments of `segment_ids` [B, T] integer, of values that int32 holds.
+    """Numbers the segments of `segment_ids` [B, T], integers whose values fit into int32.
 
-    With axis_name the call stands inside `jax.shard_map` and T is the rank's part of the row; three
-    integers a row are gathered over that axis. max_segments bounds arrays that `kda` returns with
-    one entry a segment (final_state="all") and nothing else.
+    With axis_name the call must be inside `jax.shard_map`, and T is the rank's part of the row;
+    three integers per row are gathered over that axis. max_segments only bounds the arrays that
+    `kda` returns with one entry per segment (final_state="all").
 
     Raises:
-        ValueError: for a wrong shape, dtype, axis or bound; for 64-bit ids, traced or beyond int32
-            (cut off, two documents could become one); and when a row of concrete (not traced)
-            ids has more than max_segments segments. Under tracing `Segments.overflow` says so.
+        ValueError: for a wrong shape, dtype, axis or bound; for 64-bit ids that are traced or
+            exceed int32 (truncation could merge two documents); and if a row of concrete (not
+            traced) ids has more than max_segments segments. Under tracing, see `Segments.overflow`.
     """
     _check(segment_ids, max_segments)
     check_axis("plan_segments", axis_name)
@@ -73,11 +73,11 @@ def plan_segments(
     valid = ids != 0
     rows, length = ids.shape
     position = jnp.arange(length, dtype=jnp.int32)
-    # Position of the last real token before each token, -1 where the rank has none.
+    # Position of the last real token before each token, -1 if the rank has none.
     seen = jax.lax.cummax(jnp.where(valid, position, -1), axis=1)
     previous = jnp.concatenate([jnp.full_like(seen[:, :1], -1), seen[:, :-1]], axis=1)
     previous_id = jnp.take_along_axis(ids, jnp.maximum(previous, 0), axis=1)
-    opens = valid & (previous >= 0) & (ids != previous_id)  # starts, decided without upstream
+    opens = valid & (previous >= 0) & (ids != previous_id)  # starts that do not depend on upstream
     leads = valid & (previous < 0)  # the rank's first real token
     first_id = jnp.sum(jnp.where(leads, ids, 0), axis=1)
     last_id = jnp.take_along_axis(ids, jnp.maximum(seen[:, -1:], 0), axis=1)[:, 0]
@@ -99,11 +99,11 @@ def plan_segments(
 
 
 def whole_row(rows: int, length: int, axis_name: str | None = None) -> Segments:
-    """One segment without padding in every row: what `kda` assumes when no segments are given."""
+    """One segment per row, without padding: what `kda` assumes if no segments are given."""
     rank = jnp.int32(0) if axis_name is None else jax.lax.axis_index(axis_name)
     ones = jnp.ones((rows, length), jnp.int32)
     if axis_name is not None:
-        ones = ones + 0 * rank  # the same on every rank, but typed as varying like the other fields
+        ones = ones + 0 * rank  # equal on every rank, but typed as varying like the other fields
     before = jnp.broadcast_to(jnp.minimum(rank, 1), (rows, 1)).astype(jnp.int32)
     starts = (jnp.arange(length) == 0) & (before == 0)
     last = jnp.bool_(True) if axis_name is None else rank == jax.lax.axis_size(axis_name) - 1
@@ -128,12 +128,12 @@ def pad_tokens(segments: Segments, extra: int) -> Segments:
 
 
 def is_array(x: object) -> bool:
-    """Whether x has a shape and a type: an array of JAX or NumPy, concrete or traced."""
+    """Whether x is a JAX or NumPy array, concrete or traced: it has a shape and a dtype."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def check_axis(caller: str, axis_name: str | None) -> None:
-    """Raises ValueError where axis_name is not an axis that a `jax.shard_map` around us maps."""
+    """Raises ValueError if axis_name is not an axis of the enclosing `jax.shard_map`."""
     if axis_name is None:
         return
     try:
@@ -167,10 +167,10 @@ def _check(segment_ids: jax.Array, max_segments: int | None) -> None:
 
 
 def _check_wide(ids: jax.Array) -> None:
-    """64-bit ids are taken where their values are known to fit into 32 bits."""
+    """Accepts 64-bit ids only if their values are known to fit into 32 bits."""
     if isinstance(ids, jax.core.Tracer):
         raise ValueError(
-            f"plan_segments: segment_ids must be int32 where they are traced, got {ids.dtype}"
+            f"plan_segments: segment_ids must be int32 if they are traced, got {ids.dtype}"
         )
     low, high = int(ids.min()), int(ids.max())
     if low < -(2**31) or high >= 2**31:
@@ -182,9 +182,9 @@ def _check_wide(ids: jax.Array) -> None:
 def _fold_ranks(
     first_id: jax.Array, last_id: jax.Array, opened: jax.Array, axis_name: str | None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """From per-rank facts [B] to (last id upstream, before, after, count), each [B].
+    """From per-rank values [B] to (last id upstream, before, after, count), each [B].
 
-    A rank without real tokens has first_id = last_id = 0 and passes the upstream id on.
+    A rank without real tokens has first_id = last_id = 0 and passes on the upstream id.
     """
     zero = jnp.zeros_like(first_id)
     if axis_name is None:
@@ -193,7 +193,7 @@ def _fold_ranks(
     facts = jax.lax.all_gather(jnp.stack([first_id, last_id, opened]), axis_name)  # [P, 3, B]
     rank = jax.lax.axis_index(axis_name)
 
-    # Scans over ranks rather than loops: sixteen ranks compile as fast as two.
+    # Scans over ranks rather than unrolled loops: sixteen ranks compile as fast as two.
     def forward(carry, fact):
         seen_id, started = carry
         head, tail, inside = fact

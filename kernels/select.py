@@ -1,4 +1,4 @@
-"""The one place that asks which device a computation is for."""
+"""Chooses the implementation for the device; the only module that queries the device."""
 
 import jax
 
@@ -6,12 +6,12 @@ IMPLEMENTATIONS = ("mosaic_tpu", "chunked", "recurrent")
 
 
 def choose(implementation: str | None, like: jax.Array | None = None) -> str:
-    """The implementation to run: the one named, or for None "mosaic_tpu" on TPU and "chunked"
+    """The implementation to run: the named one, or for None "mosaic_tpu" on TPU and "chunked"
     elsewhere.
 
     The device is that of the mesh in context (inside `jax.shard_map` or `jax.set_mesh`), else of
-    the mesh that `like` (an operand) is sharded over, else JAX's default device. A mesh answers
-    also when only compiling for a TPU that is not there.
+    the mesh over which `like` (an operand) is sharded, else JAX's default device. A mesh gives the
+    right answer even when compiling for an absent TPU.
 
     Raises:
         ValueError: for an unknown name.

@@ -1,4 +1,4 @@
-"""Helpers for `shard_map`'s varying-axes types (check_vma=True); nothing to do without them."""
+"""Helpers for `shard_map`'s varying-axes types (check_vma=True); no-ops without them."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ def varying_axes(tree) -> frozenset:
 
 
 def vary(tree, axes):
-    """The same values, typed as varying over `axes` (a name or names) too."""
+    """The same values, additionally typed as varying over `axes` (a name or names)."""
     axes = {axes} if isinstance(axes, str) else set(axes)
 
     def one(x):

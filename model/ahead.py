@@ -37,12 +37,23 @@ class Ahead:
     """Matrices that the loop over layers gathers a repeat ahead; see layer_loop.py.
 
     specs: of a repeat's positions, not stacked. In trees of these matrices None is in the place of
-    all other parameters, and the reverse.
+    all other parameters, and the reverse. repeats: in the loop; nothing is ahead of a single one.
     """
 
     specs: tuple[Specs, ...]
     cfg: ModelConfig
     mesh: Mesh
+    repeats: int
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether two repeats run as one, by the rule above."""
+        many = self.mesh.shape[CONTEXT] >= _PAIRS_FROM
+        return many and len(self.specs) == 1 and self.repeats % 2 == 0
+
+    def paired(self) -> "Ahead":
+        """The same for two repeats as one."""
+        return dataclasses.replace(self, specs=self.specs * 2, repeats=self.repeats // 2)
 
     def split(self, params: Tree) -> tuple[Tree, Tree]:
         """(the matrices, the other parameters); stacked or not."""
@@ -96,13 +107,7 @@ class Ahead:
         everything = self.mesh.shape[CONTEXT] >= _ALL_FROM
 
         def choose(name: str, specs: Tree) -> Tree:
-            part = everything or name == "mixer"
+            part = self.repeats > 1 and (everything or name == "mixer")
             return jax.tree.map(lambda spec: part and gathered.takes(spec), specs)
 
         return tuple({name: choose(name, s) for name, s in specs.items()} for specs in self.specs)
-
-
-def layers_together(repeats: int, positions: int, mesh: Mesh) -> int:
-    """How many repeats of a pattern with this many positions run as one, by the rule above."""
-    many = mesh.shape[CONTEXT] >= _PAIRS_FROM and positions == 1
-    return 2 if many and repeats % 2 == 0 else 1

@@ -1,8 +1,9 @@
 """Mesh axes, what is cut along them, and `ParamSpec`, the description of one parameter.
 
-Mesh axes: "data" and "fsdp" divide rows, "context" tokens, "tensor" heads, FFN columns and the
-vocabulary. Parameters are divided over "tensor" along heads, FFN and vocabulary, and matrices over
-"fsdp" and "context" along the first axis that divides; they are whole on every "data" rank.
+Mesh axes: "data", "fsdp" and "expert" divide rows, "context" tokens, "tensor" heads, FFN columns
+and the vocabulary; "expert" divides the experts of a layer, too. Parameters are divided over
+"tensor" along heads, FFN and vocabulary, and matrices over "fsdp", "expert" and "context" along the
+first axis that divides; they are whole on every "data" rank.
 """
 
 import dataclasses
@@ -14,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-DATA, FSDP, CONTEXT, TENSOR = MESH_AXES = ("data", "fsdp", "context", "tensor")
-ROWS = (DATA, FSDP)
+DATA, FSDP, EXPERT, CONTEXT, TENSOR = MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
+ROWS = (DATA, FSDP, EXPERT)
 TOKENS = (*ROWS, CONTEXT)
 TOKEN_SPEC = PartitionSpec(ROWS, CONTEXT)  # [B, T] and [B, T, D]
 
@@ -23,7 +24,11 @@ Tree = Any  # a pytree; JAX has no public type for one
 Arrays = dict[str, Any]  # a pytree of arrays whose root is a dict
 Specs = Mapping[str, Any]  # a pytree of ParamSpec whose root is a dict
 
-AT_REST = (FSDP, CONTEXT)  # mesh axes that divide matrices where they are kept, not where used
+AT_REST = (
+    FSDP,
+    EXPERT,
+    CONTEXT,
+)  # mesh axes that divide matrices where they are kept, not where used
 _TENSOR_AXES = ("vocab", "heads", "ffn")  # divided over "tensor": the first that a parameter has
 _INNER_AXES = ("width", "gate_rank", "kv_rank")  # a parameter with one of these is a matrix
 
@@ -44,11 +49,12 @@ class ParamSpec:
 
     Attributes:
         shape: elements along each axis. axes: what each axis is: "repeats", "width", "gate_rank",
-            "kv_rank", "vocab", "heads", "ffn", or "whole", which is never divided.
+            "kv_rank", "vocab", "heads", "ffn", "experts", or "whole", which is never divided.
         init: (key, shape) -> float32 array. decays: weight decay applies.
         cast: layers use it in the compute dtype; the others stay float32.
-        muon: the last two axes are a matrix (input, output) that Muon may orthogonalise; a leading
-            "repeats" axis stacks such matrices.
+        muon: the last two axes are a matrix (input, output) that Muon may orthogonalise; "repeats"
+            and "experts" before them stack such matrices.
+        trained: the optimizer changes it; the others change in `FeedForward.after_step`.
     """
 
     shape: tuple[int, ...]
@@ -57,29 +63,33 @@ class ParamSpec:
     decays: bool
     cast: bool
     muon: bool
+    trained: bool = True
 
     @property
     def is_matrix(self) -> bool:
-        """Whether fsdp and context divide it at rest; the others are small and stay whole."""
+        """Whether `AT_REST` divides it where it is kept; the others are small and stay whole."""
         return any(axis in _INNER_AXES for axis in self.axes)
 
     @property
     def use_partition(self) -> PartitionSpec:
-        """How it is divided where it is used: over tensor only."""
+        """How it is divided where it is used: over tensor, and experts over expert."""
         named = [axis for axis in self.axes if axis in _TENSOR_AXES][:1]
-        return PartitionSpec(*(TENSOR if axis in named else None for axis in self.axes))
+        cut = dict.fromkeys(named, TENSOR) | {"experts": EXPERT}
+        return PartitionSpec(*map(cut.get, self.axes))
 
     def partition(self, mesh: Mesh) -> PartitionSpec:
-        """How it is divided at rest: a matrix over fsdp and context, too.
+        """How it is divided at rest: a matrix over `AT_REST`, too.
 
-        Along one axis if one is divisible by both, trying the residual width first; otherwise along
-        an axis each. It is whole over a mesh axis that divides none. Small parameters stay whole.
+        Along one axis if one is divisible by all of them, trying the residual width first;
+        otherwise along an axis each. It is whole over a mesh axis that divides none. Small
+        parameters stay whole.
         """
         if not self.is_matrix:
             return self.use_partition
         divided: list[tuple[str, ...]] = [(axis,) if axis else () for axis in self.use_partition]
-        if not self._divide(divided, AT_REST, mesh):
-            for axis in AT_REST:
+        missing = tuple(axis for axis in AT_REST if axis not in self.use_partition)
+        if not self._divide(divided, missing, mesh):
+            for axis in missing:
                 self._divide(divided, (axis,), mesh)
         return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in divided))
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from model.axes import FSDP, TENSOR, MeshNeed
 from model.config import ModelConfig, divisors_text
-from model.ffn import feed_forwards_of
+from model.ffn.registry import feed_forwards_of
 from model.mixers.registry import mixers_of
 from options import wrong
 

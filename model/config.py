@@ -5,20 +5,36 @@ training/ builds a `ModelConfig` from `config.model`; nothing in this package se
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import options
+from model.ffn.options import ExpertOptions
 from model.mixers.options import AttentionOptions, KdaOptions, MlaOptions
 from options import option, wrong
 
 VOCABULARY_MULTIPLE = 128
 
 
+class Group(NamedTuple):
+    """Positions begin to end (exclusive) of `ModelConfig.mixers`, which repeat together."""
+
+    begin: int
+    end: int
+    repeats: int
+
+    @property
+    def positions(self) -> slice:
+        return slice(self.begin, self.end)
+
+
 @dataclasses.dataclass(frozen=True)
-class ModelConfig(MlaOptions, KdaOptions, AttentionOptions):
-    """A decoder's shape and how it is computed; options of its mixers are in mixers/options.py.
+class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
+    """A decoder's shape and how it is computed; options of its layers are in mixers/options.py and
+    ffn/options.py.
 
     Sizes are in elements. `pattern` names the mixers of one repeat, in order; the decoder is
-    `pattern` `num_repeats` times over, so "kda,kda,kda,attention" x 2 has eight layers.
+    `prefix`, then `pattern` `num_repeats` times over, then `suffix`, so "kda,kda,kda,attention" x 2
+    has eight layers. A position is a place in prefix, pattern and suffix as one list.
 
     Raises:
         OptionError: naming the option, what was given and what is needed.
@@ -40,16 +56,20 @@ class ModelConfig(MlaOptions, KdaOptions, AttentionOptions):
         try_value="kda",
         on_resume="model",
     )
+    prefix: str = option("", "Mixers of layers before the repeated pattern.", on_resume="model")
+    suffix: str = option("", "Mixers of layers after the repeated pattern.", on_resume="model")
     num_repeats: int = option(
         2,
-        "Repeats of the pattern; layers = num_repeats * length of the pattern.",
+        "Repeats of the pattern; layers = num_repeats * length of the pattern, and those of prefix "
+        "and suffix.",
         minimum=1,
         renamed_from=("repeats", "layers", "n_layers", "num_layers"),
         on_resume="model",
     )
     ffn: str = option(
         "swiglu",
-        "Feed-forward layers: one name for all, or one for each mixer of the pattern.",
+        "Feed-forward layers, swiglu or experts: one name for all, or one for each mixer of "
+        "prefix, pattern and suffix, in order.",
         on_resume="model",
     )
     d_ff: int = option(
@@ -90,7 +110,7 @@ class ModelConfig(MlaOptions, KdaOptions, AttentionOptions):
         options.check(self, "model")
         if self.vocab_size < 1:
             raise wrong("config.model.vocab_size", self.vocab_size, "a number >= 1", 32768)
-        if not self.mixers:
+        if not _names(self.pattern):
             raise wrong("config.model.pattern", self.pattern, "at least one mixer", "kda")
         if self.attention_heads % self.attention_kv_heads:
             raise wrong(
@@ -99,6 +119,10 @@ class ModelConfig(MlaOptions, KdaOptions, AttentionOptions):
                 f"a divisor of config.model.attention_heads ({self.attention_heads})",
                 divisors_text(self.attention_heads),
             )
+        if self.experts_per_token > self.num_experts:
+            needed = f"at most config.model.num_experts ({self.num_experts})"
+            given = self.experts_per_token
+            raise wrong("config.model.experts_per_token", given, needed, self.num_experts)
         most = self.mla_nope_dim + self.mla_rope_dim
         if self.mla_value_dim > most:
             needed = f"at most config.model.mla_nope_dim + config.model.mla_rope_dim ({most})"
@@ -109,18 +133,44 @@ class ModelConfig(MlaOptions, KdaOptions, AttentionOptions):
 
     @property
     def mixers(self) -> tuple[str, ...]:
-        """The names in `pattern`."""
-        return tuple(self.pattern.replace(",", " ").split())
+        """The names in `prefix`, `pattern` and `suffix`, one a position."""
+        return _names(self.prefix) + _names(self.pattern) + _names(self.suffix)
 
     @property
     def ffns(self) -> tuple[str, ...]:
         """The names in `ffn`; a single name is repeated for every mixer."""
-        names = tuple(self.ffn.replace(",", " ").split())
+        names = _names(self.ffn)
         return names * len(self.mixers) if len(names) == 1 else names
 
     @property
+    def groups(self) -> tuple[Group, ...]:
+        """Prefix, pattern and suffix, those that have layers."""
+        counts = (1, self.num_repeats, 1)
+        groups, begin = [], 0
+        for text, repeats in zip((self.prefix, self.pattern, self.suffix), counts, strict=True):
+            end = begin + len(_names(text))
+            groups.append(Group(begin, end, repeats))
+            begin = end
+        return tuple(group for group in groups if group.end > group.begin)
+
+    @property
+    def repeats(self) -> tuple[int, ...]:
+        """How often each position occurs."""
+        return tuple(g.repeats for g in self.groups for _ in range(g.begin, g.end))
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """(position, repeat) of every layer, in order."""
+        return tuple(
+            (position, repeat)
+            for group in self.groups
+            for repeat in range(group.repeats)
+            for position in range(group.begin, group.end)
+        )
+
+    @property
     def layers(self) -> int:
-        return len(self.mixers) * self.num_repeats
+        return len(self.places)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -136,6 +186,10 @@ class ModelConfig(MlaOptions, KdaOptions, AttentionOptions):
     def implementation(self) -> str | None:
         """`kda_implementation` as the kernels take it; None: what kernels.select chooses."""
         return None if self.kda_implementation == "auto" else self.kda_implementation
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.replace(",", " ").split())
 
 
 def divisors_text(size: int) -> str:

@@ -1,4 +1,4 @@
-"""The decoder: embedding -> blocks -> final norm. A block is norm -> mixer -> norm -> SwiGLU.
+"""The decoder: embedding -> blocks -> final norm. A block is norm -> mixer -> norm -> FFN.
 
 The code reads as on one device: parameters and activations are placed by the specs of
 model/params.py, and only the mixers know of ranks (their `jax.shard_map` islands).
@@ -7,6 +7,7 @@ Axes: B row, T token, D residual width, R repeat of the layer pattern.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +15,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels.segments import plan_segments
 from model.ahead import Ahead
-from model.axes import CONTEXT, FSDP, TENSOR, TOKEN_SPEC, Arrays, Specs, Tree
+from model.axes import CONTEXT, EXPERT, FSDP, TENSOR, TOKEN_SPEC, Arrays, Specs, Tree
 from model.config import ModelConfig
-from model.ffn import FeedForward, feed_forwards_of
+from model.ffn.protocol import FeedForward
+from model.ffn.registry import feed_forwards_of
 from model.layer_loop import Layer, run_layers, run_layers_recomputed
 from model.layers import constrain, rms_norm, rms_norm_by_copies
 from model.mixers.protocol import Metrics, Mixer, RowPlan
 from model.mixers.registry import mixers_of
 from model.params import block_specs, copies, param_specs, spread_params, use_matrices
 
-_TOKEN_AXIS = {FSDP: 0, CONTEXT: 1}  # which axis of [B, T] a mesh axis cuts
+_TOKEN_AXIS = {FSDP: 0, EXPERT: 0, CONTEXT: 1}  # which axis of [B, T] a mesh axis cuts
 
 
 def forward(
@@ -39,15 +41,15 @@ def forward(
 
     Args:
         params: see model.params.
-        tokens, segment_ids: [B, T] int32, rows over ("data", "fsdp"), tokens over "context".
+        tokens, segment_ids: [B, T] int32, rows over `ROWS`, tokens over "context".
             Segment id 0 is padding; its hidden states are finite and mean nothing.
         continues: [B] bool, the row's first segment continues from the carry.
         carry: from `init_carry` or the previous call. Without cfg.carry it is returned unread, and
             every row starts afresh.
 
     Returns:
-        hidden [B, T, D] in the compute dtype, after the final norm; the new carry; and whatever
-        scalars the layers report, as "layer_07/NAME" for layer 7, counted from 0.
+        hidden [B, T, D] in the compute dtype, after the final norm; the new carry; and what layers
+        report: a tuple over positions, stacked over repeats, for `after_step`.
     """
     plan = plan_rows(segment_ids, continues, mesh)
     hidden = constrain(_embed(params, cfg, tokens, mesh), mesh, TOKEN_SPEC)
@@ -55,7 +57,31 @@ def forward(
         params["blocks"], cfg, hidden, plan, carry["blocks"], mesh
     )
     hidden = rms_norm(hidden, params["final_norm"], cfg.norm_eps)
-    return hidden, {"blocks": blocks}, _by_layer(metrics)
+    return hidden, {"blocks": blocks}, metrics
+
+
+def after_step(
+    params: Arrays, cfg: ModelConfig, metrics: tuple[Metrics, ...]
+) -> tuple[Arrays, Metrics]:
+    """What changes outside the gradient, once an optimizer step; see `FeedForward.after_step`.
+
+    Args:
+        params: after the optimizer's update. metrics: of `forward`, means over the step.
+
+    Returns:
+        (new parameters, scalars to report as "layer_07/NAME" for layer 7, counted from 0).
+    """
+    blocks, reported = [], []
+    for block, ffn, found in zip(params["blocks"], feed_forwards_of(cfg), metrics, strict=True):
+        changed, more = ffn.after_step(block["ffn"], cfg, found)
+        blocks.append(block | {"ffn": changed})
+        reported.append({name: x for name, x in found.items() if x.ndim == 1} | more)
+    scalars = {
+        f"layer_{layer:02d}/{name}": values[repeat]
+        for layer, (position, repeat) in enumerate(cfg.places)
+        for name, values in reported[position].items()
+    }
+    return params | {"blocks": tuple(blocks)}, scalars
 
 
 def plan_rows(segment_ids: jax.Array, continues: jax.Array, mesh: Mesh) -> RowPlan:
@@ -71,15 +97,15 @@ def plan_rows(segment_ids: jax.Array, continues: jax.Array, mesh: Mesh) -> RowPl
 def init_carry(cfg: ModelConfig, rows: int) -> Arrays:
     """The carry of `rows` streams before their first token.
 
-    {"blocks": a tuple over the pattern}, each position what its mixer carries, stacked over repeats
-    as [R, ...].
+    {"blocks": a tuple over positions}, each what its mixer carries, stacked over repeats as
+    [R, ...].
     """
 
-    def stacked(mixer: Mixer) -> Arrays:
+    def stacked(repeats: int, mixer: Mixer) -> Arrays:
         layer = mixer.init_carry(cfg, rows)
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (cfg.num_repeats, *x.shape)), layer)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (repeats, *x.shape)), layer)
 
-    return {"blocks": tuple(stacked(mixer) for mixer in mixers_of(cfg))}
+    return {"blocks": tuple(map(stacked, cfg.repeats, mixers_of(cfg)))}
 
 
 def carry_shardings(cfg: ModelConfig, mesh: Mesh) -> Arrays:
@@ -123,9 +149,9 @@ def _embed(params: Arrays, cfg: ModelConfig, tokens: jax.Array, mesh: Mesh) -> j
 def _run_blocks(
     params: Tree, cfg: ModelConfig, hidden: jax.Array, plan: RowPlan, carry: Tree, mesh: Mesh
 ) -> tuple[jax.Array, tuple[Tree, Tree]]:
-    """All layers: the pattern, `num_repeats` times.
+    """All layers: prefix, the pattern `num_repeats` times, suffix.
 
-    params and carry: tuples over the pattern, stacked over repeats. Returns (hidden, (new carry,
+    params and carry: tuples over positions, stacked over repeats. Returns (hidden, (new carry,
     metrics)), the latter two likewise.
 
     Nothing inside the loop over layers sums over ranks but the gradients of matrices: small
@@ -137,17 +163,12 @@ def _run_blocks(
         _checkpointed(cfg, _layer(cfg, mixer, ffn, spec, mesh))
         for mixer, ffn, spec in zip(mixers, feed_forwards_of(cfg), specs, strict=True)
     ]
-    run = run_layers
-    if cfg.remat == "full":
-        run = functools.partial(run_layers_recomputed, ahead=Ahead(specs, cfg, mesh))
     kept = tuple(mixer.carry_specs(cfg) for mixer in mixers)
     begins = jax.tree.map(
         lambda x, spec: x if _is_divided(spec) else copies(x, (CONTEXT,), spec, mesh), carry, kept
     )
     params = tuple(spread_params(*pair, mesh) for pair in zip(params, specs, strict=True))
-    hidden, (ends, metrics) = run(
-        layers, params=params, hidden=hidden, carry=begins, plan=plan, scan=cfg.scan_layers
-    )
+    hidden, ends, metrics = _run_groups(layers, cfg, params, hidden, begins, plan, mesh)
     ends = jax.tree.map(
         lambda x, spec: x if _is_divided(spec) else jnp.sum(x, axis=1, dtype=x.dtype), ends, kept
     )
@@ -155,7 +176,33 @@ def _run_blocks(
         mixer.new_carry(cfg, plan, begin, end)
         for mixer, begin, end in zip(mixers, carry, ends, strict=True)
     )
-    return hidden, (tuple(new), metrics)
+    shares = jax.tree.map(lambda x: x if x.ndim == 1 else jnp.sum(x, axis=1), metrics)
+    return hidden, (tuple(new), shares)
+
+
+def _run_groups(
+    layers: list[Layer],
+    cfg: ModelConfig,
+    params: Tree,
+    hidden: jax.Array,
+    carry: Tree,
+    plan: Any,
+    mesh: Mesh,
+) -> tuple[jax.Array, tuple[Tree, ...], tuple[Metrics, ...]]:
+    """(hidden, ends, metrics) after prefix, pattern and suffix; the latter two over positions."""
+    specs = block_specs(cfg)
+    all_ends: tuple[Tree, ...] = ()
+    all_metrics: tuple[Metrics, ...] = ()
+    for group in cfg.groups:
+        part = group.positions
+        scan = cfg.scan_layers and (group.repeats > 1 or len(cfg.groups) == 1)
+        run = run_layers
+        if cfg.remat == "full":
+            ahead = Ahead(specs[part], cfg, mesh, group.repeats)
+            run = functools.partial(run_layers_recomputed, ahead)
+        hidden, (ends, metrics) = run(layers[part], params[part], hidden, carry[part], plan, scan)
+        all_ends, all_metrics = all_ends + ends, all_metrics + metrics
+    return hidden, all_ends, all_metrics
 
 
 def _is_divided(spec: PartitionSpec) -> bool:
@@ -185,13 +232,3 @@ def _checkpointed(cfg: ModelConfig, layer: Layer) -> Layer:
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     # A scan's body is compiled apart from the forward, so nothing can be shared by mistake there.
     return jax.checkpoint(layer, policy=policy, prevent_cse=not cfg.scan_layers)
-
-
-def _by_layer(metrics: tuple[Metrics, ...]) -> Metrics:
-    """Metrics of the pattern's positions, [R] each, by the number of the layer."""
-    return {
-        f"layer_{repeat * len(metrics) + position:02d}/{name}": values[repeat]
-        for position, reported in enumerate(metrics)
-        for name, values in reported.items()
-        for repeat in range(values.shape[0])
-    }

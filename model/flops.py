@@ -5,7 +5,7 @@ product is two products of its size, so training is three times the forward.
 """
 
 from model.config import ModelConfig
-from model.ffn import feed_forwards_of
+from model.ffn.registry import feed_forwards_of
 from model.mixers.registry import mixers_of
 
 _TRAIN = 3  # forward and backward over forward
@@ -17,9 +17,11 @@ def train_flops_per_token(cfg: ModelConfig) -> float:
     The embedding is read, not multiplied; the vocabulary's padding does not count.
     """
     head = 2.0 * cfg.d_model * cfg.vocab_size
-    mixers = sum(mixer.flops_per_token(cfg) for mixer in mixers_of(cfg))
-    ffns = sum(ffn.flops_per_token(cfg) for ffn in feed_forwards_of(cfg))
-    return _TRAIN * (head + cfg.num_repeats * (mixers + ffns))
+    layers = zip(cfg.repeats, mixers_of(cfg), feed_forwards_of(cfg), strict=True)
+    forward = sum(
+        n * (mix.flops_per_token(cfg) + ffn.flops_per_token(cfg)) for n, mix, ffn in layers
+    )
+    return _TRAIN * (head + forward)
 
 
 def key_flops_per_token(cfg: ModelConfig, mean_context: float) -> float:
@@ -27,5 +29,6 @@ def key_flops_per_token(cfg: ModelConfig, mean_context: float) -> float:
 
     mean_context: keys that a query sees, on average; (n + 1) / 2 for documents of n tokens.
     """
-    forward = sum(mixer.flops_per_key(cfg) for mixer in mixers_of(cfg))
-    return _TRAIN * cfg.num_repeats * forward * mean_context
+    layers = zip(cfg.repeats, mixers_of(cfg), strict=True)
+    forward = sum(n * mixer.flops_per_key(cfg) for n, mixer in layers)
+    return _TRAIN * forward * mean_context

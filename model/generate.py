@@ -1,16 +1,16 @@
 """Continues rows of tokens: chunked prefill, then one token at a time from the carried state.
 
-There is no second implementation of the model. Both phases call `model.decoder.forward`, whose
-carry is all that the next token needs: for a KDA layer its state and the convolution's last inputs,
-so a token costs the same time and memory whatever came before it; for an attention layer the last
-keys and values, of a fixed number.
+There is no second implementation of the model. Both phases call `model.decoder.forward`, a token
+with KDA's recurrence in place of the chunked form. Its carry is all that the next token needs: for
+a KDA layer its state and the convolution's last inputs, so a token costs the same time and memory
+whatever came before it; for an attention layer the last keys and values, of a fixed number.
 
 Axes: B row, T token, V vocabulary entry.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -83,10 +83,19 @@ class Generator:
         self._params, self._mesh, self._piece = params, mesh, piece
         memory = max(cfg.attention_memory, attention_memory)
         self._cfg = dataclasses.replace(cfg, carry=True, remat="none", attention_memory=memory)
+        # A chunk of KDA would hold one token: the recurrence is the cheaper form.
+        token_by_token = dataclasses.replace(self._cfg, kda_implementation="recurrent")
         whole = NamedSharding(mesh, PartitionSpec())
-        self._shardings = carry_shardings(self._cfg, mesh), whole
-        self._advance = jax.jit(self._forward, donate_argnums=1, out_shardings=self._shardings)
-        self._sample = jax.jit(sample, static_argnums=2)
+        carried = carry_shardings(self._cfg, mesh)
+        self._shardings = Decoded(carried, whole)  # type: ignore[arg-type]
+        self._advance = self._jit(functools.partial(self._forward, self._cfg))
+        self._append = self._jit(functools.partial(self._forward, token_by_token))
+        self._next = jax.jit(
+            functools.partial(self._sample_and_append, token_by_token),
+            static_argnums=4,
+            donate_argnums=1,
+            out_shardings=(self._shardings, whole),
+        )
 
     def prefill(self, prompts: Sequence[np.ndarray]) -> Decoded:
         """Processes prompts, each [n] int32 with n >= 1, of any lengths, from an empty state.
@@ -107,48 +116,85 @@ class Generator:
             part = slice(begin, begin + piece)
             continues = np.full(rows, begin > 0)
             arrays = tokens[:, part], real[:, part], continues
-            done = Decoded(*self._advance(self._params, done, *arrays))
+            done = self._advance(self._params, done, *arrays)
         return done
 
     def append(self, done: Decoded, tokens: jax.Array) -> Decoded:
         """One more token a row: tokens [B] int32. `done` is used up."""
-        ones = np.ones((len(tokens), 1), np.int32)
-        arrays = tokens[:, None], ones, np.ones(len(tokens), bool)
-        return Decoded(*self._advance(self._params, done, *arrays))
+        return self._append(self._params, done, *_single(tokens))
+
+    def next(
+        self, done: Decoded, number: int, sampling: Sampling, key: jax.Array
+    ) -> tuple[Decoded, jax.Array]:
+        """Draws the number-th new token of every row, [B] int32, and appends it. `done` is used
+        up."""
+        return self._next(self._params, done, np.int32(number), key, sampling)
 
     def tokens(
-        self, prompts: Sequence[np.ndarray], limit: int, sampling: Sampling, seed: int
+        self, done: Decoded, limit: int, sampling: Sampling, seed: int
     ) -> Iterator[np.ndarray]:
-        """Yields `limit` times the next token of every row, [B] int32.
+        """Yields `limit` times the next token of every row, [B] int32. `done` is used up.
 
         A token is read on the host only after the step that follows it has been dispatched, so the
         device does not wait for the reader.
         """
-        done, key = self.prefill(prompts), jax.random.key(seed)
-        token = self._sample(done.logits, jax.random.fold_in(key, 0), sampling)
-        for number in range(1, limit + 1):
+        key = jax.random.key(seed)
+        done, token = self.next(done, 0, sampling, key)
+        for number in range(1, limit):
             before = token
-            if number < limit:
-                done = self.append(done, token)
-                token = self._sample(done.logits, jax.random.fold_in(key, number), sampling)
+            done, token = self.next(done, number, sampling, key)
             yield np.asarray(before)
+        yield np.asarray(token)
+
+    def step_bytes(self, rows: int) -> int:
+        """Bytes that one token of `rows` rows needs on the device beside the parameters: what the
+        compiled step takes, returns and holds in between."""
+        done = jax.eval_shape(self._empty_arrays(rows))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        arrays = self._params, done, jax.ShapeDtypeStruct((), np.int32), key
+        sizes = self._next.lower(*arrays, Sampling()).compile().memory_analysis()
+        assert sizes is not None, "every backend of ours reports memory"
+        held = sum(x.nbytes for x in jax.tree.leaves(self._params))
+        beside = sizes.argument_size_in_bytes - held
+        return (
+            beside
+            + sizes.output_size_in_bytes
+            - sizes.alias_size_in_bytes
+            + (sizes.temp_size_in_bytes)
+        )
+
+    def _jit(self, advance: Callable[..., Decoded]) -> Callable[..., Decoded]:
+        return jax.jit(advance, donate_argnums=1, out_shardings=self._shardings)
 
     def _empty(self, rows: int) -> Decoded:
-        def make() -> tuple[Arrays, jax.Array]:
-            return init_carry(self._cfg, rows), jnp.zeros((rows, self._cfg.vocab_size), jnp.float32)
+        return jax.jit(self._empty_arrays(rows), out_shardings=self._shardings)()
 
-        return Decoded(*jax.jit(make, out_shardings=self._shardings)())
+    def _empty_arrays(self, rows: int) -> Callable[[], Decoded]:
+        def make() -> Decoded:
+            scores = jnp.zeros((rows, self._cfg.vocab_size), jnp.float32)
+            return Decoded(init_carry(self._cfg, rows), scores)
 
-    def _forward(self, params, done: Decoded, tokens, segment_ids, continues):
+        return make
+
+    def _sample_and_append(self, cfg, params, done: Decoded, number, key, sampling: Sampling):
+        token = sample(done.logits, jax.random.fold_in(key, number), sampling)
+        return self._forward(cfg, params, done, *_single(token)), token
+
+    def _forward(self, cfg, params, done: Decoded, tokens, segment_ids, continues) -> Decoded:
         """tokens, segment_ids: [B, T], padding (0) at the end only. A row of padding stays as it
         is."""
         hidden, carry, _ = forward(
-            params, self._cfg, tokens, segment_ids, continues, done.carry, self._mesh
+            params, cfg, tokens, segment_ids, continues, done.carry, self._mesh
         )
         count = jnp.sum(segment_ids != 0, axis=1)
         last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
-        scores = logits(params, self._cfg, last, self._mesh)[:, 0]
-        return carry, jnp.where(count[:, None] > 0, scores, done.logits)
+        scores = logits(params, cfg, last, self._mesh)[:, 0]
+        return Decoded(carry, jnp.where(count[:, None] > 0, scores, done.logits))
+
+
+def _single(tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """tokens, segment_ids and continues of one token a row."""
+    return tokens[:, None], jnp.ones((len(tokens), 1), jnp.int32), jnp.ones(len(tokens), bool)
 
 
 def sample(scores: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from model.ahead import Ahead, layers_together
+from model.ahead import Ahead
 from model.axes import Tree
 
 Layer = Callable[..., tuple[jax.Array, Tree, Tree, Tree]]
@@ -50,8 +50,8 @@ def run_layers(
 
 
 def run_layers_recomputed(
-    layers: list[Layer],
     ahead: Ahead,
+    layers: list[Layer],
     params: Stacked,
     hidden: jax.Array,
     carry: Stacked,
@@ -62,14 +62,12 @@ def run_layers_recomputed(
 
     ahead: which matrices of the pattern's positions are gathered a repeat ahead, and how.
     """
-    together = layers_together(_length(params), len(layers), ahead.mesh)
-    if together > 1:
-        ahead = dataclasses.replace(ahead, specs=ahead.specs * together)
-        params, carry = _dealt(params[0], together), _dealt(carry[0], together)
-        loop = _Loop(layers * together, ahead, scan)
-        hidden, (ends, metrics) = _recomputed(loop, params, hidden, carry, plan)
-        return hidden, ((_collected(ends),), (_collected(metrics),))
-    return _recomputed(_Loop(layers, ahead, scan), params, hidden, carry, plan)
+    if not ahead.in_pairs:
+        return _recomputed(_Loop(layers, ahead, scan), params, hidden, carry, plan)
+    loop = _Loop(layers * 2, ahead.paired(), scan)
+    params, carry = _in_pairs(params[0]), _in_pairs(carry[0])
+    hidden, (ends, metrics) = _recomputed(loop, params, hidden, carry, plan)
+    return hidden, ((_one_by_one(ends),), (_one_by_one(metrics),))
 
 
 def _recomputed(loop: "_Loop", params: Stacked, hidden: jax.Array, carry: Stacked, plan: Any):
@@ -200,14 +198,14 @@ def _merged(first: Tree, second: Tree) -> Tree:
     )
 
 
-def _dealt(layers: Tree, count: int) -> Stacked:
-    """Arrays [R, ...] of one position -> [R / count, ...] of `count` positions."""
-    folded = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), layers)
-    return tuple(jax.tree.map(lambda x, n=n: x[:, n], folded) for n in range(count))
+def _in_pairs(layers: Tree) -> Stacked:
+    """Arrays [R, ...] of one position -> [R / 2, ...] of two."""
+    folded = jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:]), layers)
+    return tuple(jax.tree.map(lambda x, n=n: x[:, n], folded) for n in range(2))
 
 
-def _collected(positions: Stacked) -> Tree:
-    """The inverse of `_dealt`."""
+def _one_by_one(positions: Stacked) -> Tree:
+    """The inverse of `_in_pairs`."""
     return jax.tree.map(lambda *xs: jnp.stack(xs, 1).reshape(-1, *xs[0].shape[1:]), *positions)
 
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model import gathered
 from model.axes import TOKENS, Arrays, ParamSpec, Specs, Tree, gain, matrix
 from model.config import ModelConfig
-from model.ffn import feed_forwards_of
+from model.ffn.registry import feed_forwards_of
 from model.layers import constrain
 from model.mixers.registry import mixers_of
 
@@ -26,11 +26,12 @@ from model.mixers.registry import mixers_of
 def param_specs(cfg: ModelConfig) -> Specs:
     """The table: a tree of `ParamSpec`, of the same structure as the parameters.
 
-    "blocks" is a tuple over the pattern's positions; its leaves are stacked over repeats, [R, ...].
+    "blocks" is a tuple over positions (`ModelConfig`), leaves stacked over repeats, [R, ...].
     """
+    blocks = zip(cfg.repeats, block_specs(cfg), strict=True)
     specs = {
         "embedding": _embedding(cfg),
-        "blocks": tuple(_stacked(cfg.num_repeats, specs) for specs in block_specs(cfg)),
+        "blocks": tuple(_stacked(repeats, specs) for repeats, specs in blocks),
         "final_norm": gain(cfg.d_model),
     }
     if not cfg.tie_embeddings:
@@ -60,7 +61,7 @@ def param_shardings(cfg: ModelConfig, mesh: Mesh) -> Tree:
 
 
 def use_params(params: Tree, specs: Tree, cfg: ModelConfig, mesh: Mesh) -> Tree:
-    """Parameters as layers use them: cast, then gathered over fsdp and context.
+    """Parameters as layers use them: cast, then gathered over `AT_REST`, experts not over expert.
 
     The constraint is explicit because the compiler might otherwise divide a product's sum over
     fsdp, whose ranks hold different rows. The gradients are scattered the same way.
@@ -140,13 +141,18 @@ def muon_mask(cfg: ModelConfig) -> Tree:
     return jax.tree.map(lambda spec: spec.muon, param_specs(cfg))
 
 
+def trained_mask(cfg: ModelConfig) -> Tree:
+    """Tree of bool: whether the optimizer changes it."""
+    return jax.tree.map(lambda spec: spec.trained, param_specs(cfg))
+
+
 def param_count(cfg: ModelConfig) -> int:
     """Number of parameters, the vocabulary's padding included."""
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(cfg)))
 
 
 def block_specs(cfg: ModelConfig) -> tuple[Specs, ...]:
-    """The tables of the blocks of one repeat, not stacked."""
+    """The tables of the blocks, one a position, not stacked."""
     return tuple(
         {
             "mixer_norm": gain(cfg.d_model),

@@ -1,15 +1,15 @@
-"""How tests compile and interpret what they compare: values, not speed."""
+"""Compiles and interprets programs for tests, which compare values, not speed."""
 
 import contextlib
 import functools
 
 import jax
 
-# Private: where the interpreter notes that a race was found has no public name.
+# Private: there is no public API for the interpreter's record of races.
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-# Machine code as it comes: optimising it takes most of a compilation and gains nothing this small.
+# Unoptimised machine code: optimising takes most of a compilation and gains nothing at these sizes.
 NOT_OPTIMIZED = {"xla_backend_optimization_level": 0}
 fast_jit = functools.partial(jax.jit, compiler_options=NOT_OPTIMIZED)
 

@@ -1,4 +1,4 @@
-"""Tests run on eight simulated CPU devices; these settings must come before JAX starts."""
+"""Tests run on eight simulated CPU devices; these settings must be made before JAX starts."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Each compiled program keeps memory maps, of which Linux gives a process 65,530."""
+    """Each compiled program holds memory maps, of which a Linux process may have 65,530."""
     yield
     jax.clear_caches()
     gc.collect()
@@ -26,7 +26,7 @@ def forget_programs():
 
 @pytest.fixture(scope="session")
 def gcs():
-    """One server a session: its clients read once where it is."""
+    """One server per session, because its clients read its address only once."""
     with FakeGcs() as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
             patch.setenv(name, value)
@@ -35,7 +35,7 @@ def gcs():
 
 @pytest.fixture
 def bucket(gcs):
-    """The name of a bucket of the test's own."""
+    """The name of a bucket for this test."""
     name = f"bucket-{len(gcs.buckets)}"
     gcs.buckets[name] = {}
     yield name
@@ -45,5 +45,6 @@ def bucket(gcs):
 
 @pytest.fixture
 def impatient_orbax(monkeypatch):
-    """Threads of a save that failed wait for each other, ten minutes, and pytest's end for them."""
+    """Threads of a failed save wait ten minutes for each other; without this, pytest would wait for
+    them at its end."""
     monkeypatch.setattr("orbax.checkpoint._src.multihost.multihost._DEFAULT_BARRIER_TIMEOUT", 30)

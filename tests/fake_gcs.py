@@ -1,8 +1,8 @@
 """A Google Cloud Storage server on localhost: the part of its JSON API that checkpoints use.
 
-Three clients talk to it, as to the real one: gcsfs (through etils.epath), TensorStore, and
-google-cloud-storage. Objects live in a dict. A test can look at them, change them, and have
-requests refused or held up. What it has not been taught it answers with 501 and remembers.
+It serves the same three clients as the real one: gcsfs (through etils.epath), TensorStore, and
+google-cloud-storage. Objects are in a dict. A test can inspect and change them, and can have
+requests refused or delayed. Unknown requests get status 501 and are recorded.
 
 https://cloud.google.com/storage/docs/json_api/v1
 """
@@ -22,7 +22,7 @@ import time
 import urllib.parse
 from collections.abc import Callable
 
-PAGE = 10  # names in one answer to a listing; the real one's 1000 would never be reached
+PAGE = 10  # names per page of a listing; the real server's 1000 would never be reached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Request:
 
 
 class Hold:
-    """A fault that holds up uploads to this object, as if the network stood still."""
+    """A fault that blocks uploads to this object, as if the network hung."""
 
     def __init__(self, name: str):
         self._name = name
@@ -48,12 +48,12 @@ class Hold:
         if request.method == "POST" and request.name == self._name:
             self.reached.set()
             self.go_on.wait()
-            return 503  # whoever asked has been killed meanwhile
+            return 503  # the client has been killed in the meantime
         return None
 
 
 def refuse(method: str, pattern: str, status: int = 403, times: float = float("inf")):
-    """A fault: so many requests of this method, for objects of this name, get this status."""
+    """A fault: this many requests of this method, for objects of this name, get this status."""
     seen: list[Request] = []
 
     def fault(request: Request) -> int | None:
@@ -71,8 +71,8 @@ class FakeGcs:
 
     buckets: bucket -> object's name -> (content, generation).
     updated: (bucket, object's name) -> when it was written, in seconds of `clock`.
-    clock: this server's; its answers are dated by it.
-    fault: asked before each request; an HTTP status refuses it. It may block.
+    clock: this server's clock, which dates its responses.
+    fault: called before each request; an HTTP status refuses the request. It may block.
     """
 
     def __init__(self) -> None:
@@ -93,15 +93,15 @@ class FakeGcs:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What sends the clients here, and keeps them from looking for credentials elsewhere."""
+        """Environment that directs the clients here and keeps them from looking for credentials."""
         return {
             "STORAGE_EMULATOR_HOST": self.url,  # gcsfs and google-cloud-storage
             "TENSORSTORE_GCS_HTTP_URL": self.url,
             "FSSPEC_GCS_TOKEN": "anon",
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
             "GOOGLE_CLOUD_PROJECT": "test",
-            # Without it gcsfs asks for the bucket's kind by gRPC, which is not spoken here. What a
-            # bucket of the usual kind is then read and written with is the same.
+            # Otherwise gcsfs queries the bucket's type by gRPC, which this server does not support.
+            # For an ordinary bucket, reads and writes are the same.
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
         }
 
@@ -143,7 +143,7 @@ class FakeGcs:
         }
 
     def listed(self, bucket: str, query: dict[str, str]) -> dict:
-        """A page of names in order; with a delimiter, names below one stand as one prefix."""
+        """A page of names in order; with a delimiter, names below one are listed as one prefix."""
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         page = min(PAGE, int(query.get("maxResults", PAGE)))
         entries: dict[str, str] = {}  # what is in the page -> the last name that it covers
@@ -306,7 +306,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer(200, {"kind": "storage#rewriteResponse", "done": True, "resource": resource})
 
     def _matches(self, request: Request, generation: int) -> bool:
-        """Answers by itself where a condition of the request does not hold."""
+        """Sends the response itself if a condition of the request does not hold."""
         if request.query.get("ifGenerationMatch", str(generation)) != str(generation):
             self._answer(412, {"error": {"code": 412, "message": "conditionNotMet"}})
         elif request.query.get("ifGenerationNotMatch") == str(generation):

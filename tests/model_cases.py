@@ -1,4 +1,4 @@
-"""Small models, meshes and batches that the tests of model/ share, and how they compare."""
+"""Small models, meshes and batches for the tests of model/, and functions that compare results."""
 
 import dataclasses
 import functools
@@ -38,18 +38,20 @@ KDA = ModelConfig(
 MIXED = dataclasses.replace(KDA, pattern="kda, attention", learned_initial_state=True)
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
-    """A mesh of the first CPU devices."""
-    shape = (data, fsdp, context, tensor)
-    kinds = (jax.sharding.AxisType.Auto,) * 4
+def make_mesh(
+    data: int = 1, fsdp: int = 1, expert: int = 1, context: int = 1, tensor: int = 1
+) -> jax.sharding.Mesh:
+    """A mesh on the first CPU devices."""
+    shape = (data, fsdp, expert, context, tensor)
+    kinds = (jax.sharding.AxisType.Auto,) * len(shape)
     devices = jax.devices()[: int(np.prod(shape))]
     return jax.make_mesh(shape, MESH_AXES, axis_types=kinds, devices=devices)
 
 
 def make_params(cfg: ModelConfig, seed: int = 0, slow: bool = False) -> dict[str, Any]:
-    """Parameters off their initial values: nothing is zero, and every layer matters.
+    """Parameters away from their initial values: nothing is zero, and every layer matters.
 
-    slow: decays of about 1e-3 a token, so that whatever should be forgotten would show.
+    slow: decays of about 1e-3 per token, so that anything that should be forgotten would show.
     """
     random = np.random.default_rng(seed)
 

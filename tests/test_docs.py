@@ -28,7 +28,10 @@ def test_the_readme_is_short_and_honest_in_its_first_screen():
     assert "Nothing has run on a TPU yet" in "\n".join(text.splitlines()[:30])
 
 
-@pytest.mark.parametrize("path", sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")]))
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("kernels/*/*.md")]
+
+
+@pytest.mark.parametrize("path", sorted(DOCUMENTS))
 def test_links_lead_somewhere_and_lines_are_short(path):
     text = path.read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):

@@ -16,11 +16,11 @@ from checkpoints.manager import Manager
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SMOKE = "configs/smoke.py"
 LIMIT = 900  # seconds a run may take on a machine that does ten other things; alone it takes ten
-# Compiled programs are kept between runs and between sessions of tests: most of a short run is
-# compilation. JAX's key covers everything that the program depends on. Each of pytest's workers has
-# a separate folder: JAX writes a program in place, and warns of one that it reads half written.
-WORKER = os.environ.get("PYTEST_XDIST_WORKER", "alone")
-CACHE = os.path.join(tempfile.gettempdir(), f"kda-trainer-tests-{os.getuid()}", WORKER)
+# Compiled programs are kept between runs and between sessions of tests (most of a short run is
+# compilation), but not in the folder of whoever runs the tests.
+os.environ["XDG_CACHE_HOME"] = os.path.join(
+    tempfile.gettempdir(), f"kda-trainer-tests-{os.getuid()}"
+)
 _PORTS: list[socket.socket] = []
 
 
@@ -33,7 +33,6 @@ def command(workdir, *arguments: str, config: str = SMOKE, first: str = "") -> l
         *(["-c", hooked] if first else ["train.py"]),
         f"--config={config}",
         f"--workdir={workdir}",
-        f"--config.train.compilation_cache={CACHE}",
         *arguments,
     ]
 

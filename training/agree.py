@@ -46,7 +46,6 @@ ENVIRONMENT = (
 CODE = ("checkpoints", "data", "kernels", "model", "training", "errors.py", "options.py")
 _ROOT = pathlib.Path(__file__).parents[1]
 _POLL_SECONDS = 0.1
-_SECONDS_TO_PRINT = 1.0  # for the other processes, before process 0 ends and they with it
 
 Values = dict[str, str]
 
@@ -98,8 +97,6 @@ def check(store: Store, values: Values, process: int, processes: int) -> None:
     else:
         verdict = _wait(store, "agree/verdict").removeprefix("equal")
     if verdict:
-        if process == 0:
-            time.sleep(_SECONDS_TO_PRINT)
         raise UserError(verdict)
 
 

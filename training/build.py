@@ -52,7 +52,7 @@ def build(config: ConfigDict, workdir: str) -> Parts:
         data,
         mesh=mesh,
         seed=train.seed,
-        positions=reads_positions(config.model.pattern),
+        positions=reads_positions(config.model),
     )
     loader = load(split="train", windows=train.tbptt_windows)
     validation = load(split="eval", max_batches=config.eval.batches)

@@ -11,20 +11,23 @@ import os
 from typing import Any
 
 from errors import UserError
-from training import agree, process
+from training import agree, peers, process
+from training.options import MeshOptions
 
-HEARTBEAT_SECONDS = 10  # a process that is silent for so long is dead, and the others stop
 MOST_SIMULATED = 1024  # each costs threads and memory; far more never get to an error message
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
+_ALL_DAY = 24 * 3600 * 1000  # milliseconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """How the processes of a run meet: flags --coordinator, --processes, --process_id."""
+    """How the processes of a run meet: the flags --coordinator, --processes, --process_id and
+    --start_timeout (seconds)."""
 
     coordinator: str = ""  # "": one process, or what GKE says
     count: int = 0  # 0: left to JAX's own detection, whatever the coordinator is called
     number: int = -1
+    start_timeout: int = 60
 
 
 def start_jax(
@@ -34,7 +37,7 @@ def start_jax(
 
     Args:
         needed: devices of the whole mesh; on CPU they are simulated, in equal shares.
-        cache: folder of compiled programs, or "".
+        cache: folder of compiled programs, "auto" for the user's, or "" for none.
         values: has to be equal in all processes; see training/agree.py.
 
     Raises:
@@ -62,8 +65,9 @@ def start_jax(
             )
         jax.config.update("jax_num_cpu_devices", share)
     if cache:
-        jax.config.update("jax_compilation_cache_dir", cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        from training import programs  # imports JAX
+
+        programs.keep(programs.default_folder() if cache == "auto" else cache)
     # The trainer handles SIGTERM itself; JAX's own service would take the signal away.
     jax.config.update("jax_enable_preemption_service", False)
     if processes.coordinator or tpu_pod():
@@ -85,9 +89,27 @@ def wait_for_each_other() -> None:
 
 
 def meet(processes: Processes, values: agree.Values) -> None:
-    """Connects the processes of a run, and compares what they were started with."""
+    """Connects the processes of a run, and compares what they were started with.
+
+    Where they do not meet within `start_timeout` seconds, the process ends in one line.
+    """
     bypass_proxies(processes.coordinator)
     process.mute_native_stdout()
+    peers.watch(processes.number)
+    with peers.limit(processes.start_timeout, _not_met(processes)):
+        _meet(processes, values)
+
+
+def _not_met(processes: Processes) -> str:
+    who = "all processes" if processes.count == 0 else f"all {processes.count} processes"
+    return (
+        f"--coordinator={processes.coordinator or 'auto'}: {who} did not meet there within "
+        f"{processes.start_timeout} s; they need the same host:port, which all can reach, and "
+        "--process_id from 0 on, each once; try again, or a larger --start_timeout"
+    )
+
+
+def _meet(processes: Processes, values: agree.Values) -> None:
     import jax
     from jax._src import distributed  # the only way to the store that all processes share
 
@@ -98,8 +120,9 @@ def meet(processes: Processes, values: agree.Values) -> None:
             None if found else processes.coordinator,
             None if found else processes.count,
             None if found else processes.number,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+            initialization_timeout=processes.start_timeout + 60,  # after `peers.limit`
+            heartbeat_timeout_seconds=peers.HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=peers.HEARTBEAT_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
         text = " ".join(str(error).split())[:200]
@@ -108,8 +131,22 @@ def meet(processes: Processes, values: agree.Values) -> None:
             "try --coordinator=host:port --processes=2 --process_id=0"
         ) from None
     state = distributed.global_state
+    peers.set_number(state.process_id)
     assert state.client is not None
     agree.check(state.client, values, state.process_id, state.num_processes)
+
+
+def wait_for_all(point: str) -> None:
+    """Waits until every process has come to this point, which has a name and is passed once.
+
+    For points that processes reach at very different times, such as the end of compilation: the
+    first collective of Gloo would give up after 30 s. A process that dies ends the wait.
+    """
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is not None and distributed.global_state.num_processes > 1:
+        client.wait_at_barrier(point, timeout_in_ms=_ALL_DAY)
 
 
 def bypass_proxies(coordinator: str) -> None:
@@ -155,14 +192,14 @@ def make_mesh(mesh: Any) -> Any:
             f"{needed} devices; there are {found} ({jax.devices()[0].device_kind}); "
             f"try {_fitting_mesh(axes, found)}"
         )
-    names = ("data", "fsdp", "context", "tensor")
+    names = tuple(field.name for field in dataclasses.fields(MeshOptions))
     types = (jax.sharding.AxisType.Auto,) * len(names)
     return jax.make_mesh(tuple(axes[name] for name in names), names, axis_types=types)
 
 
 def _fitting_mesh(axes: dict[str, int], devices: int) -> str:
     """The change of one axis that takes all devices, the context axis first."""
-    for name in ("context", "data", "fsdp", "tensor"):
+    for name in ("context", "data", "fsdp", "expert", "tensor"):
         rest = math.prod(axes.values()) // axes[name]
         if devices % rest == 0:
             return f"--config.mesh.{name}={devices // rest}"

@@ -1,4 +1,4 @@
-"""What the entry points beside train.py share: flags, and one line for every failure."""
+"""Shared by the entry points other than train.py: flags, and one-line errors."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose mistakes are errors of one line. Abbreviated flags are not accepted."""
+    """A parser that reports mistakes as one-line errors and does not accept abbreviated flags."""
     return _Parser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -32,7 +32,7 @@ def add_model_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         help="bytes, or the path of a tokenizer.json or .model (default: the run's, or the "
-        "tokenizer.json beside the weights)",
+        "tokenizer.json in the folder of weights)",
     )
     parser.add_argument(
         "--compute_dtype",
@@ -40,7 +40,7 @@ def add_model_source(parser: argparse.ArgumentParser) -> None:
         help="type of the computation (default: the run's, bfloat16 for weights)",
     )
     parser.add_argument(
-        "--tensor", type=int, default=1, help="devices over which heads are split (default 1)"
+        "--tensor", type=int, default=1, help="devices over which heads are split, >= 1 (default 1)"
     )
 
 

@@ -1,9 +1,10 @@
 """Validation: one loss over the held-out documents, with its own carry."""
 
+import contextlib
 import gzip
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -11,11 +12,23 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from data.batch import Batch
+from errors import DataError
 from model.config import ModelConfig
 from training.goodput import Goodput
 from training.report import eval_values
 from training.state import empty_carry
 from training.step import make_eval_step
+
+_POLL_SECONDS = 0.5
+
+
+class Batches(Protocol):
+    """What an evaluation needs of a loader."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def ready(self, timeout: float) -> bool:
+        """Waits at most so many seconds for the next batch, or the end; whether it is there."""
 
 
 class Evaluator:
@@ -25,18 +38,21 @@ class Evaluator:
         batches: iterated anew each time, in the same order. rows: rows of a batch.
         goodput: compilation and evaluation are counted there.
         reads_bytes: tokens below 256 are bytes: what gzip makes of the same text can be told.
+        waiting: a context for waits for documents, which a request to stop may end.
     """
 
     def __init__(
         self,
         cfg: ModelConfig,
         mesh: Mesh,
-        batches: Iterable[Batch],
+        batches: Batches,
         rows: int,
         goodput: Goodput,
         *,
         reads_bytes: bool,
+        waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ):
+        self._waiting = waiting
         self._batches, self._goodput, self._reads_bytes = batches, goodput, reads_bytes
         self._empty_carry = empty_carry(cfg, mesh, rows)
         self._jitted = make_eval_step(cfg, mesh)
@@ -52,13 +68,16 @@ class Evaluator:
     def __call__(self, params: Any, between: Callable[[], None]) -> dict[str, float]:
         """eval/loss (nats a token), eval/bits_per_byte, eval/seconds (compilation left out).
 
-        between: called before each batch.
+        between: called before each batch, and twice a second while one is waited for.
+
+        Raises:
+            DataError: in all processes, where one of them cannot read its documents.
         """
         began = time.perf_counter()
         compiling = 0.0
         with self._goodput.during("evaluation"):
             carry, sums, texts = self._empty_carry(), [], []
-            for batch in self._batches:
+            for batch in self._together(between):
                 between()
                 if self._step is None:
                     compiling -= time.perf_counter()
@@ -74,6 +93,37 @@ class Evaluator:
                 self.gzip = gzip_bits_per_byte(texts)
         self.last = values | {"eval/seconds": time.perf_counter() - began - compiling}
         return self.last
+
+    def _together(self, between: Callable[[], None]) -> Iterator[Batch]:
+        """The batches; an error of one process's data is raised in all, so that none waits."""
+        iterator = iter(self._batches)
+        while True:
+            with self._waiting():
+                while not self._batches.ready(_POLL_SECONDS):
+                    between()
+            batch, failure = None, None
+            try:
+                batch = next(iterator, None)
+            except DataError as error:
+                failure = error
+            if failure := _failure_of_any(failure):
+                raise failure
+            if batch is None:
+                return
+            yield batch
+
+
+def _failure_of_any(ours: DataError | None) -> DataError | None:
+    """An error of any process's data, in all processes; that of this one first."""
+    if jax.process_count() == 1:
+        return ours
+    failed = np.asarray(multihost_utils.process_allgather(np.bool_(ours is not None))).tolist()
+    if ours or not any(failed):
+        return ours
+    return DataError(
+        f"process {failed.index(True)} can no longer read its documents for evaluation, as its own "
+        "line says"
+    )
 
 
 def gzip_bits_per_byte(texts: list[list[bytes]]) -> tuple[float, int]:

@@ -1,7 +1,8 @@
 """TensorBoard event files whose names and times increase within a run, whatever the clock does.
 
-TensorBoard reads a run's files in the order of their names. A process whose clock is behind that of
-the process before would otherwise write a file that is read first, and its steps would be lost.
+TensorBoard reads a run's files in the order of their names. Otherwise a process whose clock is
+behind that of the previous process would write a file that is read first, and its steps would be
+lost.
 """
 
 import glob
@@ -21,13 +22,13 @@ _SECONDS = re.compile(r"tfevents\.(\d+)\.")
 
 
 class EventFile:
-    """A new file; it is written at once, without a queue: what a checkpoint's step reported must be
-    on disk before the checkpoint is.
+    """A new file. It is written immediately, without a queue, because the events of a step must be
+    on disk before its checkpoint is.
 
     Args:
-        folder: of the run, which TensorBoard calls by the folder's name.
-        start: steps done before; older files count up to this one only.
-        not_before: seconds since 1970 that times must not fall behind.
+        folder: the run's folder; TensorBoard names the run after it.
+        start: number of steps done before; later steps in older files are dropped.
+        not_before: lower bound of all times, in seconds since 1970.
     """
 
     def __init__(self, folder: str, start: int, not_before: float):
@@ -39,7 +40,7 @@ class EventFile:
         self._write(start + 1, session_log=SessionLog(status=SessionLog.START))
 
     def now(self) -> float:
-        """Seconds since 1970, more than at the last call and than in older files."""
+        """Seconds since 1970, later than at the last call and than in older files."""
         self._time = max(time.time(), self._time + 1e-6)
         return self._time
 
@@ -56,7 +57,7 @@ class EventFile:
     def hyperparameters(
         self, step: int, options: dict[str, int | float | str], metrics: tuple[str, ...]
     ) -> None:
-        """Writes what TensorBoard's HParams page shows as the run's row."""
+        """Writes the run's row for TensorBoard's HParams page."""
         experiment, session, _ = hparams(options, dict.fromkeys(metrics, 0.0))
         self._write(step, summary=experiment)
         self._write(step, summary=session)

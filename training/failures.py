@@ -5,6 +5,7 @@ import os
 import sys
 
 from errors import RunError, TrainerError
+from training import peers, process
 
 # What writing to an open file fails with, which does not know its name.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -47,9 +48,10 @@ def _of_xla(error: Exception) -> RunError | None:
             "config.mesh.fsdp or config.mesh.context"
         )
     if jax.process_count() > 1:
+        peers.wait_for_cause()
         return RunError(
             f"process {jax.process_index()}: a step failed, as it does when another process has "
-            f"died ({line}); start all processes again to resume from the last checkpoint"
+            f"died ({line}); {process.resume_hint()}"
         )
     return None
 

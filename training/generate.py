@@ -57,7 +57,7 @@ class Session:
         rows = [self._encode(prompt) for prompt in prompts]
         streams = [TextStream(self.tokenizer, row[1:].tolist()) for row in rows]
         active = set(range(len(rows)))
-        for tokens in self.generator.tokens(rows, limit, sampling, seed):
+        for tokens in self.generator.tokens(self.generator.prefill(rows), limit, sampling, seed):
             for row in sorted(active):
                 if tokens[row] == self.tokenizer.eos_id:
                     active.remove(row)

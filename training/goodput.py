@@ -1,7 +1,7 @@
-"""Where a run's wall time went, continued across restarts.
+"""Accounts for a run's wall time, across restarts.
 
-Every second since a process started belongs to one kind. What a restart throws away, the steps done
-since the last checkpoint, is restart time as well.
+Every second since a process started belongs to one kind. The time of steps that a restart loses,
+those since the last checkpoint, counts as restart time.
 """
 
 import contextlib
@@ -14,10 +14,11 @@ KINDS = ("training", "compilation", "data", "checkpoint", "evaluation", "restart
 
 
 class Goodput:
-    """Seconds of each kind. The clock runs from the start of the process, as restart time.
+    """Seconds of each kind. Time counts as restart time from the start of the process on.
 
     Args:
-        path: where `write` keeps the seconds; "": nowhere. age: seconds since the process started.
+        path: file to which `write` saves the seconds; "": none. age: seconds since the process
+            started.
     """
 
     def __init__(self, path: str = "", age: float = 0.0):
@@ -30,8 +31,8 @@ class Goodput:
         """Continues from a checkpoint's seconds.
 
         Args:
-            saved: as of the checkpoint. lived: as last written before the process ended; what it
-                has more than `saved` was lost.
+            saved: seconds at the checkpoint. lived: seconds as last written before the process
+                ended; the excess over `saved` was lost.
         """
         lost = max(0.0, sum(lived.values()) - sum(saved.values()))
         for kind in KINDS:
@@ -39,7 +40,7 @@ class Goodput:
         self._seconds["restart"] += lost
 
     def switch(self, kind: str) -> str:
-        """From now on time is of this kind. Returns the kind before."""
+        """Counts time as this kind from now on. Returns the previous kind."""
         if kind not in KINDS:
             raise ValueError(f"{kind!r} is not one of {KINDS}")
         now = time.monotonic()
@@ -49,7 +50,7 @@ class Goodput:
 
     @contextlib.contextmanager
     def during(self, kind: str) -> Iterator[None]:
-        """Time inside is of this kind, and afterwards of the kind before."""
+        """Counts time inside the block as this kind, and afterwards as the previous kind."""
         before = self.switch(kind)
         try:
             yield
@@ -62,7 +63,7 @@ class Goodput:
         return dict(self._seconds)
 
     def metrics(self) -> dict[str, float]:
-        """As they are reported: seconds, and the share of them that trained."""
+        """The reported values: seconds, and the share of training time."""
         seconds = self.seconds()
         total = sum(seconds.values())
         values = {f"goodput/{kind}_seconds": value for kind, value in seconds.items()}
@@ -70,7 +71,7 @@ class Goodput:
         return values
 
     def write(self) -> None:
-        """Replaces the file by the seconds up to now, whole or not at all."""
+        """Atomically replaces the file by the seconds up to now."""
         if not self._path:
             return
         part = f"{self._path}.part"
@@ -80,7 +81,7 @@ class Goodput:
 
 
 def read(path: str) -> dict[str, float]:
-    """The seconds last written; none where there is no such file, or no sense in it."""
+    """The seconds last written; empty if there is no such file or it is invalid."""
     try:
         with open(path) as file:
             found = dict(json.load(file))

@@ -2,11 +2,14 @@
 
 import fcntl
 import os
+import re
 import socket
 import uuid
 from typing import IO
 
 from errors import RunError
+
+_RUN_ID = re.compile("[0-9a-f]{12}")
 
 
 class LockError(RunError):
@@ -47,11 +50,12 @@ def lock(folder: str, option: str, *, needed: bool = True) -> IO[str]:
 def owner(workdir: str) -> str:
     """Names the run of a workdir, for the lease of a bucket: host, path, and an id that is kept in
     the workdir, since containers may share host names and paths."""
-    with open(os.path.join(workdir, ".run_id"), "a+", encoding="ascii") as file:
+    with open(os.path.join(workdir, ".run_id"), "a+", encoding="ascii", errors="replace") as file:
         file.seek(0)
         number = file.read().strip()
-        if not number:
+        if not _RUN_ID.fullmatch(number):  # new, or the file was damaged
             number = uuid.uuid4().hex[:12]
+            file.truncate(0)
             file.write(number)
     return f"{socket.gethostname()}:{os.path.abspath(workdir)} (run {number})"
 

@@ -18,7 +18,7 @@ from training.profiler import Profiler
 from training.report import Meter, Numbers
 from training.signals import Signals
 from training.state import TrainState
-from training.step import Metrics
+from training.step import NO_DATA, Metrics, Votes
 
 _POLL_SECONDS = 0.5
 PATIENCE_SECONDS = 8.0  # of a process that was asked to stop, for the other processes
@@ -32,6 +32,9 @@ class Saver(Protocol):
 
     def check(self) -> None:
         """Raises if a save has failed."""
+
+    def finish(self) -> None:
+        """Waits for the save; raises if it has failed."""
 
 
 StopReason = Literal["done", "data", "signal"]  # the steps are done, no more data, a signal
@@ -77,8 +80,8 @@ class TrainLoop:
     """The state and everything that a step needs, is measured by, or is reported to.
 
     Attributes:
-        votes: the arrays for "continue" and "stop"; see step.py.
         ready: waits at most so many seconds for the next batch; whether it, or the end, is there.
+        error_ahead: see `Loader.error_ahead`; asked where there are several processes.
         more: whether `batches` has another one. epoch: passes over the documents so far.
         evaluate: see `Evaluator.__call__`.
     """
@@ -87,9 +90,10 @@ class TrainLoop:
     state: TrainState
     start: int
     step: Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]
-    votes: tuple[jax.Array, jax.Array]
+    votes: Votes
     batches: Iterator[Batch]
     ready: Callable[[float], bool]
+    error_ahead: Callable[[float], tuple[bool, BaseException | None]]
     more: Callable[[], bool]
     epoch: Callable[[], float]
     evaluate: Callable[[Params, Callable[[], None]], dict[str, float]]
@@ -101,21 +105,25 @@ class TrainLoop:
     signals: Signals
     _longest_wait: float = 0.0  # seconds, for a step
     _newest: InFlightStep | None = None  # dispatched
+    _data_error: DataError | None = None  # of a batch that has not been asked for yet
+    _all_know: bool = False  # that a process has no more data: all end together
 
     def run(self) -> tuple[int, StopReason]:
         """Trains to the end. Returns the last step and why it was the last. That step is saved; the
         save may still be running.
 
         Raises:
-            DataError: no batch can be made any more. A single process has saved the last step.
+            DataError: no batch can be made any more. The last step has been saved, unless it is
+                that of the first two batches of one of several processes.
         """
         try:
             return self._run()
         except DataError:
-            # Several processes cannot save here: the others are waiting in the next step.
-            if self._newest and jax.process_count() == 1:
+            # Where the others do not know of it they are in the next step, and cannot save.
+            if self._newest and (self._all_know or jax.process_count() == 1):
                 self._report(self._newest, {})
                 self._save(self._newest.step)
+                self.saver.finish()
             raise
 
     def _run(self) -> tuple[int, StopReason]:
@@ -135,6 +143,7 @@ class TrainLoop:
             step += 1
             dispatched = self._dispatch(step, batch, data_wait)
             agreed = self._finish(in_flight)  # the step before, while this one runs
+            self._end_without_data(agreed)
             in_flight = dispatched
             self._end_profile(in_flight)
             # All processes must stop at the same step, so every process reads this vote here,
@@ -142,6 +151,7 @@ class TrainLoop:
             if agreed or self.cadence.interrupts(step):
                 last = step >= self.cadence.steps or (not agreed and self._data_ends())
                 agreed = self._finish(in_flight, last=last) or agreed
+                self._end_without_data(agreed)
                 in_flight = None
                 stop_reason = "signal" if agreed else None
             self.saver.check()
@@ -152,11 +162,35 @@ class TrainLoop:
 
     def _dispatch(self, step: int, batch: Batch, data_wait: float) -> InFlightStep:
         self.profiler.before(step, asked=self.signals.take_profile())
-        vote = self.votes[self.signals.stop is not None]
+        vote = self._vote()
         with self.profiler.named(step):
             self.state, metrics = self.step(self.state, batch, vote)
         self._newest = InFlightStep(step, metrics, data_wait, self.epoch())
         return self._newest
+
+    def _vote(self) -> jax.Array:
+        if jax.process_count() > 1 and self._data_error is None:
+            self._data_error = self._await_error_ahead()
+        if self._data_error:
+            return self.votes.no_data
+        return self.votes.stop if self.signals.stop else self.votes.proceed
+
+    def _await_error_ahead(self) -> DataError | None:
+        known, error = self.error_ahead(0.0)
+        if not known:
+            with self.signals.waiting("while waiting for data", PATIENCE_SECONDS):
+                while not known:
+                    known, error = self.error_ahead(_POLL_SECONDS)
+        return error if isinstance(error, DataError) else None
+
+    def _end_without_data(self, agreed: int) -> None:
+        """Raises DataError, in all processes, where one of them will have no further batch."""
+        if agreed >= NO_DATA:
+            self._all_know = True
+            raise self._data_error or DataError(
+                f"process {agreed - NO_DATA} can no longer read its documents, as its own line "
+                f"says; step {self._newest.step if self._newest else self.start} is saved"
+            )
 
     def _stops_alone(self) -> bool:
         """A single process need not wait for the others' votes."""
@@ -213,14 +247,14 @@ class TrainLoop:
             self.profiler.stop()
             self.meter.start()
 
-    def _finish(self, in_flight: InFlightStep | None, *, last: bool = False) -> bool:
+    def _finish(self, in_flight: InFlightStep | None, *, last: bool = False) -> int:
         """Waits for a step, reports it, and evaluates and saves where that is due, and at the last.
 
-        Returns whether the processes agreed to stop.
+        Returns what the processes agreed on with it: 0, or one of their `Votes`.
         """
         if in_flight is None:
-            return False
-        step, stops = in_flight.step, bool(self._wait(in_flight)["stop"])
+            return 0
+        step, stops = in_flight.step, int(self._wait(in_flight)["stop"])
         values: dict[str, float] = {}
         if self.cadence.eval_every > 0 and (last or self.cadence.evaluates(step)):
             values = self._evaluate(step, stops)
@@ -242,16 +276,21 @@ class TrainLoop:
             self.goodput.write()
             in_flight.reported = True
 
-    def _evaluate(self, step: int, stops: bool) -> dict[str, float]:
+    def _evaluate(self, step: int, stops: int) -> dict[str, float]:
         # SIGKILL may follow SIGTERM, so save before evaluating, at the price that this step has no
         # score to be kept as the best by.
         if stops:
             self._save(step)
-        return self.evaluate(self.state.params, lambda: self._save_if_stopping(step))
+        try:
+            return self.evaluate(self.state.params, lambda: self._save_if_stopping(step))
+        except DataError:
+            self._all_know = True  # the evaluator tells all processes
+            raise
 
     def _save_if_stopping(self, step: int) -> None:
         if self._stops_alone():
             self._save(step)
+            self.saver.finish()  # where the evaluation waits for documents the process may end
 
     def _save(self, step: int, score: float | None = None) -> None:
         with self.goodput.during("checkpoint"):

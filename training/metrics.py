@@ -118,7 +118,10 @@ def cut_jsonl(path: str, last: int) -> float:
     if not os.path.exists(path):
         return 0.0
     part, newest = f"{path}.part", 0.0
-    with open(path, encoding="utf-8", errors="replace") as old, open(part, "w") as new:
+    with (
+        open(path, encoding="utf-8", errors="replace") as old,
+        open(part, "w", encoding="utf-8") as new,
+    ):
         for line in old:
             try:
                 values = json.loads(line)

@@ -32,7 +32,8 @@ def scale_by_muon(beta: float, shardings: Any) -> optax.GradientTransformation:
 
     Args:
         shardings: tree of `NamedSharding` of all parameters, those of other rules included. The
-            parameters given to the update are stacks of matrices [R, I, O].
+            parameters given to the update are stacks of matrices [R, I, O] or, for experts,
+            [R, E, I, O].
     """
     placements = {
         jax.tree_util.keystr(path): sharding
@@ -65,7 +66,7 @@ def scale_by_size(factor: float) -> optax.GradientTransformation:
 
 
 def _orthogonalise(tree: Any, coefficients: jax.Array, placements: Placements) -> Any:
-    """`newton_schulz` of every matrix of a tree of stacks [R, I, O], each computed on one rank."""
+    """`newton_schulz` of every matrix of a tree of stacks [R, ..., I, O], each on one rank."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     groups = collections.defaultdict(list)
     for number, (path, stack) in enumerate(leaves):
@@ -84,9 +85,14 @@ def _orthogonalise(tree: Any, coefficients: jax.Array, placements: Placements) -
 
 
 def _share(spec: PartitionSpec, coefficients: jax.Array, stacks: list[jax.Array]):
-    """One rank's pieces of stacks of one shape -> the same pieces, orthogonalised."""
-    exchanges = [(dimension, axes) for dimension, axes in enumerate(spec) if axes]
+    """One rank's pieces of stacks of one shape -> the same pieces, orthogonalised.
+
+    Axes that divide the matrices of a stack among ranks, not each matrix, exchange nothing.
+    """
+    shapes, (inputs, outputs) = [stack.shape for stack in stacks], spec[-2:]
+    exchanges = [(dimension, axes) for dimension, axes in ((1, inputs), (2, outputs)) if axes]
     ranks = math.prod(jax.lax.axis_size(axes) for _, axes in exchanges)
+    stacks = [stack.reshape(-1, *stack.shape[-2:]) for stack in stacks]
     pieces = jnp.concatenate(stacks)
     x = jnp.pad(pieces, ((0, -pieces.shape[0] % ranks), (0, 0), (0, 0)))
     for dimension, axes in exchanges:
@@ -95,7 +101,8 @@ def _share(spec: PartitionSpec, coefficients: jax.Array, stacks: list[jax.Array]
     for dimension, axes in reversed(exchanges):
         x = jax.lax.all_to_all(x, axes, dimension, 0, tiled=True)
     ends = list(itertools.accumulate(stack.shape[0] for stack in stacks))
-    return [x[end - stack.shape[0] : end] for end, stack in zip(ends, stacks)]
+    whole = zip(ends, stacks, shapes)
+    return [x[end - stack.shape[0] : end].reshape(shape) for end, stack, shape in whole]
 
 
 def newton_schulz(x: jax.Array, coefficients: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import optax
 from jax.sharding import Mesh
 
 from model.config import ModelConfig
-from model.params import decay_mask, muon_mask, param_shardings
+from model.params import decay_mask, muon_mask, param_shardings, trained_mask
 from training.muon import scale_by_muon, scale_by_size
 from training.options import OptimizerOptions
 
@@ -56,6 +56,7 @@ def make_optimizer(
         "adamw": adamw(options.weight_decay),
         "adamw_no_decay": adamw(0.0),
         "muon": _muon(options, param_shardings(cfg, mesh)),
+        "untrained": optax.set_to_zero(),
     }
     names = rule_names(options.name, cfg)
     used = set(jax.tree.leaves(names))
@@ -66,18 +67,20 @@ def make_optimizer(
 
 
 def rule_names(optimizer: str, cfg: ModelConfig) -> Any:
-    """Tree of the rule of each parameter: "muon", "adamw" or "adamw_no_decay".
+    """Tree of the rule of each parameter: "muon", "adamw", "adamw_no_decay" or "untrained".
 
     Muon takes the matrices that the model's table gives it; they decay. The table has a line for
     every parameter, so every parameter has a rule.
     """
 
-    def name(muon: bool, decays: bool) -> str:
+    def name(trained: bool, muon: bool, decays: bool) -> str:
+        if not trained:
+            return "untrained"
         if muon and optimizer == "muon":
             return "muon"
         return "adamw" if decays else "adamw_no_decay"
 
-    return jax.tree.map(name, muon_mask(cfg), decay_mask(cfg))
+    return jax.tree.map(name, trained_mask(cfg), muon_mask(cfg), decay_mask(cfg))
 
 
 def _muon(options: OptimizerOptions, shardings: Any) -> optax.GradientTransformation:

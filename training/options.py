@@ -58,8 +58,9 @@ class TrainOptions:
         on_resume="state",
     )
     compilation_cache: str = option(
-        "",
-        "Folder of compiled programs, kept from run to run by JAX. Empty: none is kept.",
+        "auto",
+        "Folder of compiled programs, kept from one start to the next. auto: kda-trainer in "
+        "$XDG_CACHE_HOME or ~/.cache. Empty: none is kept.",
         on_resume="silent",
     )
 
@@ -79,6 +80,13 @@ class MeshOptions:
         "Devices over which rows and the width of parameters are divided.",
         unit="devices",
         minimum=1,
+    )
+    expert: int = option(
+        1,
+        "Devices over which rows, the experts of a layer and the width of parameters are divided.",
+        unit="devices",
+        minimum=1,
+        renamed_from=("ep", "expert_parallel"),
     )
     context: int = option(
         1,

@@ -19,7 +19,7 @@ from errors import UserError
 from model.checks import check_mesh
 from model.config import ModelConfig
 from model.params import init_params, param_shardings, param_specs
-from training import goodput, resume
+from training import goodput, process, resume
 from training.build import Parts, model_config
 from training.lock import owner
 from training.state import TrainState, empty_carry, flatten, init_state, unflatten
@@ -73,6 +73,7 @@ def open_checkpoints(parts: Parts, log: Log) -> Manager:
         log,
         verify=options.verify,
         owner=owner(parts.workdir) if jax.process_index() == 0 else "",
+        on_whole=process.note_saved,
     )
 
 

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,11 +14,11 @@ from ml_collections import ConfigDict
 from checkpoints.manager import CheckpointError, Manager
 from data.batch import Batch
 from model.mixers.registry import reads_positions
-from training import evaluation, restore
+from training import devices, evaluation, restore
 from training.build import Parts, build, describe
 from training.evaluate import Evaluator
 from training.lock import lock
-from training.loop import Cadence, TrainLoop
+from training.loop import PATIENCE_SECONDS, Cadence, TrainLoop
 from training.metrics import Writers
 from training.options import TrainOptions
 from training.profiler import Profiler
@@ -25,7 +26,10 @@ from training.progress import elapsed
 from training.report import Meter, NonFiniteError, compiled_peak_bytes
 from training.signals import Signals
 from training.state import TrainState, flatten
-from training.step import batch_shapes, make_train_step, make_votes
+from training.step import Votes, batch_shapes, make_train_step, make_votes
+
+SAVE_SECONDS = PATIENCE_SECONDS
+SLOWEST_SAVE = 20e6  # bytes a second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +38,30 @@ class Saver:
 
     parts: Parts
     manager: Manager
+    signals: Signals
 
     def save(self, step: int, state: TrainState, score: float | None) -> None:
-        self.manager.save(step, flatten(state), restore.metadata(self.parts), score)
+        arrays, metadata = flatten(state), restore.metadata(self.parts)
+        with saving(self.parts, self.signals):
+            self.manager.save(step, arrays, metadata, score)
 
     def check(self) -> None:
         self.manager.check()
+
+    def finish(self) -> None:
+        with saving(self.parts, self.signals):
+            self.manager.wait()
+
+
+@contextlib.contextmanager
+def saving(parts: Parts, signals: Signals) -> Iterator[None]:
+    """A wait for a save. After a request to stop it has SAVE_SECONDS, and a second more for each
+    SLOWEST_SAVE bytes of this process's share of the state; then the process ends in one line."""
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(parts.shapes))
+    seconds = SAVE_SECONDS + size / jax.process_count() / SLOWEST_SAVE
+    what = f"while a checkpoint was being saved, which is given up after {seconds:.0f} s"
+    with signals.waiting(what, seconds):
+        yield
 
 
 def evaluate(config: ConfigDict, workdir: str, source: str, json_path: str) -> None:
@@ -88,7 +110,7 @@ def _restore_and_train(
     except Exception as error:
         # An earlier step's save may be under way. Where another process has died it cannot end.
         if isinstance(error, NonFiniteError) or jax.process_count() == 1:
-            with contextlib.suppress(CheckpointError):
+            with contextlib.suppress(CheckpointError), saving(parts, signals):
                 manager.close()
         raise
 
@@ -104,7 +126,7 @@ def _train(parts: Parts, manager: Manager, state: TrainState, start: int, signal
         loop = make_loop(parts, manager, state, start, signals, writers)
         step, stop_reason = loop.run()
         with parts.goodput.during("checkpoint"):
-            manager.wait()
+            loop.saver.finish()
         parts.goodput.write()
         _conclude(parts, step, stop_reason, signals, loop.evaluate, writers.log)
     finally:
@@ -129,9 +151,10 @@ def make_loop(
     """Compiles the step and ties the loop's pieces together. manager: None where nothing saves."""
     config, data = parts.config, parts.config.data
     step, votes = _compile_step(parts, writers)
-    evaluator = _make_evaluator(parts)
+    evaluator = _make_evaluator(parts, signals)
     if config.eval.every:  # here, where a signal may end the wait
         evaluator.compile(parts.shapes.params, _batch_shapes(parts, windows=1))
+    devices.wait_for_all("compiled")
     slots = data.global_batch_size * data.sequence_length * config.train.tbptt_windows
     return TrainLoop(
         cadence=Cadence(
@@ -143,10 +166,11 @@ def make_loop(
         votes=votes,
         batches=iter(parts.loader),
         ready=parts.loader.ready,
+        error_ahead=parts.loader.error_ahead,
         more=parts.loader.has_more,
         epoch=parts.loader.epoch,
         evaluate=evaluator,
-        saver=Saver(parts, manager) if manager else NoSaver(),
+        saver=Saver(parts, manager, signals) if manager else NoSaver(),
         meter=Meter(
             slots,
             parts.model,
@@ -170,9 +194,13 @@ class NoSaver:
     def check(self) -> None:
         pass
 
+    def finish(self) -> None:
+        pass
 
-def _make_evaluator(parts: Parts) -> Evaluator:
+
+def _make_evaluator(parts: Parts, signals: Signals) -> Evaluator:
     data = parts.config.data
+    what = "while an evaluation was waiting for documents"
     return Evaluator(
         parts.model,
         parts.mesh,
@@ -180,11 +208,12 @@ def _make_evaluator(parts: Parts) -> Evaluator:
         data.global_batch_size,
         parts.goodput,
         reads_bytes=data.tokenizer == "bytes",
+        waiting=lambda: signals.waiting(what, PATIENCE_SECONDS),
     )
 
 
-def _compile_step(parts: Parts, writers: Writers) -> tuple[Any, tuple[jax.Array, jax.Array]]:
-    """(the compiled step, which has no public type; the two arrays of votes)."""
+def _compile_step(parts: Parts, writers: Writers) -> tuple[Any, Votes]:
+    """(the compiled step, which has no public type; this process's votes)."""
     config = parts.config
     options = TrainOptions(**config.train)
     step = make_train_step(
@@ -206,7 +235,7 @@ def _batch_shapes(parts: Parts, windows: int) -> Batch:
         windows,
         data.global_batch_size,
         data.sequence_length,
-        positions=reads_positions(parts.model.pattern),
+        positions=reads_positions(parts.model),
     )
 
 

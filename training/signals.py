@@ -8,13 +8,14 @@ that is not saved already (see `Signals.waiting`), this thread ends the process.
 
 import contextlib
 import dataclasses
-import os
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
+
+from training import process
 
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # make, shells and launchers pass on what their whole group was sent: one wish, heard twice.
@@ -26,8 +27,8 @@ _POLL_SECONDS = 0.5
 class Wait:
     """A wait of the main thread that a stop request may end.
 
-    what: for the line. seconds: how long it may last after the request. code: to exit with.
-    since: time.monotonic() when it began.
+    what: for the line, what is lost included. seconds: how long it may last after the request.
+    code: to exit with. since: time.monotonic() when it began.
     """
 
     what: str
@@ -43,7 +44,9 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self._wait: Wait | None = Wait("before the first step of this start", 0.0, 0)
+        self._wait: Wait | None = Wait(
+            "before the first step of this start: there is nothing more to save", 0.0, 0
+        )
         self._stop: signal.Signals | None = None
         self._told = 0.0  # time.monotonic() of it
         self._profile = threading.Event()
@@ -65,11 +68,11 @@ class Signals:
     @contextlib.contextmanager
     def waiting(self, what: str, seconds: float) -> Iterator[None]:
         """A wait for others, whose end is not up to this process; see `Wait`."""
-        self._wait = Wait(what, seconds, 1)
+        before, self._wait = self._wait, Wait(what, seconds, 1)
         try:
             yield
         finally:
-            self._wait = None
+            self._wait = before
 
     @property
     def stop(self) -> str | None:
@@ -102,8 +105,7 @@ class Signals:
         if self._stop and now < self._told + ECHO_SECONDS:
             return
         if self._stop:
-            print(f"{number.name} again: ending at once", file=sys.stderr, flush=True)
-            os._exit(128 + number)
+            process.end(f"{number.name} again: ending at once", 128 + number)
         self._stop, self._told = number, now
         self._end_wait()
         print(
@@ -120,10 +122,4 @@ class Signals:
             return
         if time.monotonic() < max(self._told, wait.since) + wait.seconds:
             return
-        print(
-            f"stopped by {stop.name} {wait.what}: there is nothing more to save; the same command "
-            "resumes from the last checkpoint, where there is one",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(wait.code)
+        process.end(f"stopped by {stop.name} {wait.what}; {process.resume_hint()}", wait.code)

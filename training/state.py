@@ -1,4 +1,4 @@
-"""What a training run is at one step: everything that the next step depends on, as one pytree."""
+"""The training state: everything that the next step depends on, as one pytree."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,12 +16,12 @@ from model.params import init_params, param_shardings
 class TrainState(NamedTuple):
     """All arrays are on the mesh; parameters, optimizer and recurrent state are float32."""
 
-    step: jax.Array  # int32 [], steps done, the skipped ones included
+    step: jax.Array  # int32 [], steps done, including skipped ones
     params: Any
     opt_state: Any
-    carry: Any  # recurrent state that the next rows of the streams start from
-    skipped: jax.Array  # int32 [], steps whose update was left out
-    recent: jax.Array  # float32 [spike_window], losses of the last steps, a ring
+    carry: Any  # recurrent state from which the next rows of the streams start
+    skipped: jax.Array  # int32 [], steps whose update was skipped
+    recent: jax.Array  # float32 [spike_window], ring buffer of the last losses
     seen: jax.Array  # int32 [], losses ever written to `recent`
 
 
@@ -44,14 +44,14 @@ def init_state(
     window: int,
     seed: int,
 ) -> TrainState:
-    """The state before the first step, made where it belongs; the same on every mesh."""
+    """The state before the first step, created with its sharding; the same on every mesh."""
     shapes = state_shapes(cfg, mesh, optimizer, rows, window)
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     return jax.jit(_maker(cfg, optimizer, rows, window), out_shardings=shardings)(seed)
 
 
 def empty_carry(cfg: ModelConfig, mesh: Mesh, rows: int) -> Callable[[], Any]:
-    """Makes the carry of streams before their first token, placed on the mesh; compiled once."""
+    """Returns a compiled function that creates the carry before the first token, on the mesh."""
     return jax.jit(lambda: init_carry(cfg, rows), out_shardings=carry_shardings(cfg, mesh))
 
 
@@ -93,9 +93,9 @@ def _shardings(cfg, mesh: Mesh, shapes: TrainState) -> TrainState:
 
 
 def _like_params(opt_state, params: dict[str, Any], shardings: dict[str, Any], whole) -> Any:
-    """Shardings of the optimizer's arrays: moments as their parameters, counts whole.
+    """Shardings of the optimizer's arrays: moments like their parameters, counts replicated.
 
-    A moment's path ends in its parameter's path, whatever optax wraps around it.
+    A moment's path ends with its parameter's path, whatever optax wraps around it.
     """
 
     def sharding(path: str, leaf) -> NamedSharding:

@@ -4,7 +4,7 @@ Axes: W window, B row, T token, A part of the rows (accumulation).
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from data.batch import Batch
 from model.axes import CONTEXT, MESH_AXES, ROWS
 from model.config import ModelConfig
-from model.decoder import carry_shardings, forward
+from model.decoder import after_step, carry_shardings, forward
 from model.flops import key_flops_per_token
 from model.loss import LossSums, loss_sums
 from training.compiler import compiler_options
@@ -41,8 +41,8 @@ def make_train_step(
     Args:
         shapes: from `state_shapes`: the new state lies where the old one did.
 
-    batch: [W, B, T]; the gradient flows back through all W windows. votes: int32 [devices], each
-    process's wish to stop; metrics["stop"] is their maximum, so that all processes hear of one wish
+    batch: [W, B, T]; the gradient flows back through all W windows. votes: int32 [devices], one of
+    each process's `Votes`; metrics["stop"] is their maximum, so that all processes hear of one wish
     at the same step. metrics: float32 and int32 scalars, whole on every device, all of which are
     reported but `CONTROL`; those of layers are means over windows and parts, under the names that
     the decoder gives them.
@@ -54,9 +54,9 @@ def make_train_step(
         total = jnp.maximum(jnp.sum(batch.loss_weights), 1.0)
         grads, (nll, z), reported, carry = _gradients(options, cfg, mesh, state, batch, total)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        done = state._replace(
-            params=optax.apply_updates(state.params, updates), opt_state=opt_state, carry=carry
-        )
+        params = optax.apply_updates(state.params, updates)
+        params, reported = after_step(params, cfg, reported)
+        done = state._replace(params=params, opt_state=opt_state, carry=carry)
         loss, norm = nll / total, optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(z) & jnp.isfinite(norm)
         applied = finite & ~_is_spike(options, state, loss)
@@ -94,7 +94,7 @@ def make_eval_step(cfg: ModelConfig, mesh: Mesh) -> Any:
     The carry given is used up.
     """
 
-    def step(params: Any, carry: Any, batch: Batch) -> tuple[Any, Metrics]:
+    def eval_step(params: Any, carry: Any, batch: Batch) -> tuple[Any, Metrics]:
         carry, ((nll, _), _) = _windows(cfg, mesh, params, batch, carry)
         return carry, {
             "nll": nll,
@@ -104,18 +104,29 @@ def make_eval_step(cfg: ModelConfig, mesh: Mesh) -> Any:
 
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.jit(
-        step,
+        eval_step,
         donate_argnums=1,
         out_shardings=(carry_shardings(cfg, mesh), whole),
         compiler_options=compiler_options(mesh),
     )
 
 
-def make_votes(mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-    """This process's votes "go on" and "stop": int32 [devices], one on each of its devices.
+class Votes(NamedTuple):
+    """What this process may say with a step: int32 [devices], one on each of its devices.
 
     Each process makes its own; the step's maximum is over what every process hands in.
     """
+
+    proceed: jax.Array  # 0
+    stop: jax.Array  # 1: a signal
+    no_data: jax.Array  # NO_DATA + its number: it will have no further batch
+
+
+NO_DATA = 2
+
+
+def make_votes(mesh: Mesh) -> Votes:
+    """The votes of this process."""
     sharding = NamedSharding(mesh, PartitionSpec(MESH_AXES))
 
     def vote(wish: int) -> jax.Array:
@@ -123,7 +134,7 @@ def make_votes(mesh: Mesh) -> tuple[jax.Array, jax.Array]:
             (mesh.size,), sharding, lambda index: np.full(1, wish, np.int32)
         )
 
-    return vote(0), vote(1)
+    return Votes(vote(0), vote(1), vote(NO_DATA + jax.process_index()))
 
 
 def batch_shapes(
@@ -174,7 +185,7 @@ def _gradients(options: TrainOptions, cfg, mesh: Mesh, state: TrainState, batch:
     zeros = jax.tree.map(jnp.zeros_like, (state.params, LossSums(jnp.float32(0), jnp.float32(0))))
     parts = jax.tree.map(lambda x: _split_rows(x, options.grad_accum_steps), (state.carry, batch))
     (grads, sums), (reported, carry) = jax.lax.scan(add, zeros, parts)
-    return grads, sums, jax.tree.map(jnp.mean, reported), jax.tree.map(_join_rows, carry)
+    return grads, sums, _means(reported), jax.tree.map(_join_rows, carry)
 
 
 def _split_rows(x: jax.Array, parts: int) -> jax.Array:
@@ -206,7 +217,12 @@ def _windows(cfg: ModelConfig, mesh: Mesh, params, batch: Batch, carry):
         return window(carry, jax.tree.map(lambda x: x[0], batch))
     carry, (sums, reported) = jax.lax.scan(jax.checkpoint(window, prevent_cse=False), carry, batch)
     # A window's metrics are [W] here, and the sum of its losses.
-    return carry, (jax.tree.map(jnp.sum, sums), jax.tree.map(jnp.mean, reported))
+    return carry, (jax.tree.map(jnp.sum, sums), _means(reported))
+
+
+def _means(reported: Any) -> Any:
+    """Means over the first axis, windows or parts."""
+    return jax.tree.map(lambda x: jnp.mean(x, axis=0), reported)
 
 
 def _is_spike(options: TrainOptions, state: TrainState, loss: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
 """Parameters to and from Hugging Face folders: config.json and safetensors files.
 
-model/convert/ knows the names, checkpoints/safetensors_io.py the files; here one tensor after
-another goes from one to the other, so host memory holds one tensor (writing), or a device's part of
-one parameter (reading).
+model/convert/ describes the names and layouts, checkpoints/safetensors_io.py reads and writes the
+files. Tensors are converted one at a time, so host memory holds one tensor (writing), or a device's
+part of one parameter (reading).
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ FLOAT32 = np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True)
 class SpecialTokens:
-    """Ids that begin and end a document, for generation_config.json."""
+    """The begin and end ids of a document, for generation_config.json."""
 
     bos_id: int
     eos_id: int
@@ -46,7 +46,7 @@ def write_folder(
 
     Args:
         params: as the model takes them, float32, on any mesh of this process. dtype: float32 or
-            bfloat16; what the format keeps in float32 stays so.
+            bfloat16; tensors that the format keeps in float32 stay float32.
 
     Raises:
         ConvertError: the format cannot express this model.
@@ -71,7 +71,7 @@ def write_folder(
     ids = dataclasses.asdict(special)
     tokens = {name.replace("_id", "_token_id"): value for name, value in ids.items()}
     _write_json(folder, "generation_config.json", tokens)
-    # transformers' default padding id lies outside of a smaller vocabulary.
+    # transformers' default padding id may be outside a small vocabulary.
     padding = {"pad_token_id": special.eos_id}
     _write_json(folder, "config.json", config | tokens | padding | {"dtype": dtype.name})
     return len(specs)
@@ -83,11 +83,12 @@ def read_folder(
     """The parameters of a folder, float32 and placed on the mesh, and their model.
 
     Args:
-        options: of `ModelConfig`, instead of what config.json says or leaves open.
+        options: of `ModelConfig`, which override config.json or add to it.
 
     Raises:
-        WeightsError: files are missing or damaged, or tensors are missing, surplus or misshapen.
-        ConvertError: config.json describes a model that we do not have.
+        WeightsError: files are missing or damaged, or tensors are missing, unknown or have the
+            wrong shape.
+        ConvertError: config.json describes an unsupported model.
     """
     fmt, cfg = _read_config(folder, options or {})
     check_mesh(cfg, mesh.shape)
@@ -109,13 +110,13 @@ def read_folder(
 
 
 def is_folder_of_weights(folder: str) -> bool:
-    """Whether a folder is one of these rather than a run's."""
+    """Whether a folder holds Hugging Face weights rather than a run."""
     return os.path.isfile(os.path.join(folder, "config.json"))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """Callback of `jax.make_array_from_callback`: reads what one device holds of a parameter."""
+    """Callback of `jax.make_array_from_callback`: reads one device's part of a parameter."""
 
     reader: Reader
     by_repeat: dict[int | None, Tensor]
@@ -151,7 +152,7 @@ def _read_config(folder: str, options: Mapping[str, object]) -> tuple[Format, Mo
 
 def _their_shape(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     shape = shape if tensor.repeat is None else shape[1:]
-    # A broadcast zero has the shape and no memory.
+    # A broadcast zero has the shape but takes no memory.
     return tensor.layout.theirs(np.broadcast_to(np.float32(0), shape)).shape
 
 
@@ -171,7 +172,7 @@ def _check(reader: Reader, table: list[Tensor], shapes: dict[str, tuple[int, ...
 
 
 def _check_zeros(reader: Reader, zeros: dict[str, tuple[int, ...]], known: set[str]) -> None:
-    """Refuses tensors that this model has no place for."""
+    """Refuses tensors that this model cannot use."""
     for name in reader.entries:
         if name in known:
             continue

@@ -1,4 +1,4 @@
-"""ArrayRecord: one document per record, whose bytes are its text. Grain's reader does the work."""
+"""ArrayRecord: one document per record, whose bytes are its text. Uses Grain's reader."""
 
 import collections
 import concurrent.futures
@@ -11,7 +11,7 @@ from data.files import Files
 from data.readers.reader import Document, hashes_of_numbers
 from errors import UserError
 
-# Files that a process keeps open: each takes a descriptor and a thread.
+# Files that a process keeps open; each takes a descriptor and a thread.
 _OPEN_FILES = 64
 _OPENERS = 16
 
@@ -24,7 +24,7 @@ class ArrayRecordReader:
         with concurrent.futures.ThreadPoolExecutor(_OPENERS) as pool:
             counts = list(pool.map(lambda path: _count(path, option), paths))
         self._first_records = np.cumsum([0, *counts])
-        # Sizes are not recorded without reading, so streams are balanced by number of documents.
+        # Sizes are not known without reading, so streams are balanced by number of documents.
         self.sizes = np.ones(len(self), np.int64)
         self._sources: collections.OrderedDict[int, Any] = collections.OrderedDict()
 

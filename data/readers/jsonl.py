@@ -1,4 +1,4 @@
-"""JSONL: one document per line of JSON, its text under a key."""
+"""JSONL: one document per line, a JSON object with the text under a key."""
 
 import json
 from typing import Any
@@ -9,9 +9,9 @@ from data.files import Files, refuse_wide, utf8_mark, wide_encoding
 from data.readers.reader import BROKEN, Document, hashes_of_numbers, sample_of
 from errors import UserError
 
-# Numbers are not text, so none is worth an error: float takes any number of digits, int does not.
+# Numbers are ignored and must not cause errors: float accepts any number of digits, int does not.
 _JSON = json.JSONDecoder(parse_int=float)
-# Planes of private use, whose characters can represent bytes while a line is parsed.
+# Unicode's private-use planes, whose characters can represent bytes while a line is parsed.
 _PRIVATE = range(0xF0000, 0x10FF00, 0x100)
 _HEAD_BYTES = 256
 
@@ -25,7 +25,7 @@ class JsonLinesReader:
         found = [find_lines(self.files, number) for number in range(len(paths))]
         self._file_of = np.repeat(np.arange(len(paths)), [len(starts) for starts, _ in found])
         self._starts = np.concatenate([starts for starts, _ in found])
-        # The length of a line is close enough to that of its text to balance streams by.
+        # The length of a line is close enough to that of its text to balance the streams.
         self.sizes = np.concatenate([lengths for _, lengths in found])
         self._check_field()
 
@@ -39,10 +39,15 @@ class JsonLinesReader:
                     return
                 keys |= {key for key, value in record.items() if isinstance(value, str)}
         if len(self):
-            known = ", ".join(repr(key) for key in sorted(keys)[:10]) or "no text at all"
+            known = ", ".join(repr(key) for key in sorted(keys)[:10])
+            advice = (
+                f"the lines have {known}; try one of these"
+                if keys
+                else 'its lines have no text at all; each needs to be an object, {"text": "..."}'
+            )
             raise UserError(
                 f"config.data.field={self._field!r}: {self.files.paths[0]} has no text under that "
-                f"key, nor has any other file; the lines have {known}; try one of these"
+                f"key, nor has any other file; {advice}"
             )
 
     def __len__(self) -> int:
@@ -56,7 +61,7 @@ class JsonLinesReader:
         return self.files.read(int(self._file_of[index]), start, start + int(self.sizes[index]))
 
     def _record(self, index: int) -> Any:
-        """Returns the line's JSON value, None where it has none."""
+        """Returns the JSON value of a line; None if it is not JSON."""
         return _parsed(self._line(index).decode("utf-8", errors="surrogateescape"))
 
     def __getitem__(self, index: int) -> Document:
@@ -72,10 +77,10 @@ def _parsed(line: str) -> Any:
 
 
 def text_of(line: bytes, field: str) -> bytes | None:
-    """Returns the text under a key of a line of JSON as UTF-8; None where there is none.
+    """Returns the text under a key of a line of JSON as UTF-8; None if there is none.
 
-    Bytes that are not UTF-8 stay as they are. An escaped surrogate without its partner has no UTF-8
-    form and becomes the three bytes that its number would have.
+    Bytes that are not UTF-8 are kept. An escaped lone surrogate, which has no UTF-8 form, becomes
+    the three bytes that would encode its code point.
     """
     try:
         text = _value(line.decode("utf-8"), field)
@@ -91,10 +96,10 @@ def _value(line: str, field: str) -> str | None:
 
 
 def _text_with_bytes(line: bytes, field: str) -> bytes | None:
-    """`text_of` a line with bytes that are not UTF-8.
+    """`text_of` for a line with bytes that are not UTF-8.
 
-    Python's escape for such a byte is a surrogate, which the line may spell itself. So byte b is
-    parsed as the character `base` + b, with a base for which the text has none of these characters.
+    Python escapes such a byte as a surrogate, which the line may also contain as a JSON escape. So
+    byte b is parsed as the character `base` + b, with a base whose characters the text lacks.
     """
     escaped = line.decode("utf-8", errors="surrogateescape")
     text = _value(escaped, field)
@@ -103,7 +108,7 @@ def _text_with_bytes(line: bytes, field: str) -> bytes | None:
     used = {ord(char) & ~0xFF for char in text}
     base = next(start for start in _PRIVATE if start not in used)
     marked = _value(escaped.translate({0xDC00 + b: base + b for b in range(0x80, 0x100)}), field)
-    assert marked is not None  # of the same form
+    assert marked is not None  # it parses as `escaped` did
     return b"".join(
         bytes([ord(char) - base])
         if base <= ord(char) < base + 256
@@ -113,9 +118,9 @@ def _text_with_bytes(line: bytes, field: str) -> bytes | None:
 
 
 def find_lines(files: Files, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns where a file's lines start and how long they are, [n] int64 each, ends left off.
+    """Returns the starts and the lengths without line ends of a file's lines, [n] int64 each.
 
-    Blank lines, which editors leave behind, and a byte order mark are left out.
+    Blank lines, which editors leave behind, and a byte order mark are skipped.
     """
     ends: list[np.ndarray] = []
     start = 0
@@ -130,5 +135,5 @@ def find_lines(files: Files, number: int) -> tuple[np.ndarray, np.ndarray]:
     stops = np.concatenate([*ends, [start]]).astype(np.int64)
     starts = np.concatenate([[0], stops[:-1] + 1])
     starts[0] = utf8_mark(head)
-    kept = stops - starts > 1  # one byte is blank, a carriage return, or not an object
+    kept = stops - starts > 1  # a single byte is a space, a carriage return, or not an object
     return starts[kept], (stops - starts)[kept]

@@ -1,6 +1,6 @@
 """Parquet: one document per row, its text (string or binary) in a column.
 
-Grain's own Parquet dataset reads from front to back, and all columns; a shuffled order jumps.
+Grain's own Parquet dataset reads all columns from front to back; shuffling needs random access.
 """
 
 import collections
@@ -15,13 +15,13 @@ from data.files import Files
 from data.readers.reader import BROKEN, Document, hashes_of_numbers
 from errors import UserError
 
-# Decoded row groups kept by a process. Shuffled reading jumps between row groups, so a corpus up to
-# this size is decoded once; a larger one is faster as JSONL or ArrayRecord.
+# Decoded row groups that a process caches. Shuffled reading jumps between row groups: a corpus up
+# to this size is decoded once, and a larger one is faster as JSONL or ArrayRecord.
 CACHE_BYTES = 1 << 30
 
 
 class ParquetReader:
-    """One document per row. Files without the column, and nulls, are broken documents."""
+    """One document per row. Rows of files without the column, and nulls, are broken documents."""
 
     def __init__(self, paths: list[str], field: str, option: str):
         self.files = Files(paths)
@@ -48,13 +48,12 @@ class ParquetReader:
         if not any(has_column):
             raise UserError(
                 f"config.data.field={field!r}: {paths[0]} has no such text column, nor has any "
-                "other file; they have "
-                + (", ".join(repr(name) for name in known[:10]) or "none")
-                + "; try one of these"
+                "other file; "
+                + ("try " + " or ".join(map(repr, known[:10])) if known else "they have none")
             )
         self._has_column = has_column
         self._first_rows = np.cumsum([0, *rows])
-        # The format records the size of a row group, so each of its rows gets the mean.
+        # The format records only the size of a row group, so each of its rows gets the mean.
         self.sizes = np.repeat(np.asarray(sizes, np.int64), rows)
         self._cache: collections.OrderedDict[int, Any] = collections.OrderedDict()
 
@@ -91,7 +90,7 @@ class ParquetReader:
         number, part = self._groups[group]
         self.files.check(number)
         table = self._open(self.files.paths[number]).read_row_group(part, columns=[self._field])
-        # By name: a column "a.b" is read together with the field b of a column "a".
+        # By name: reading a column "a.b" also reads the field b of a column "a".
         self._cache[group] = column = _as_binary(table.column(self._field))
         while len(self._cache) > 1 and (
             sum(held.nbytes for held in self._cache.values()) > CACHE_BYTES
@@ -101,7 +100,7 @@ class ParquetReader:
 
 
 def _as_binary(column: Any) -> Any:
-    """As bytes, because a string column may hold invalid UTF-8, which as_py() would refuse."""
+    """As binary, because a string column may hold invalid UTF-8, which as_py() would reject."""
     if isinstance(column.type, pyarrow.BaseExtensionType):
         parts = [part.storage for part in column.chunks]
         column = pyarrow.chunked_array(parts, column.type.storage_type)
@@ -111,7 +110,7 @@ def _as_binary(column: Any) -> Any:
 
 
 def _is_text(kind: Any) -> bool:
-    """Tells whether an Arrow type is string or binary in any layout, or has nulls only."""
+    """Returns whether an Arrow type is string or binary in any layout, or holds only nulls."""
     if isinstance(kind, pyarrow.BaseExtensionType):
         kind = kind.storage_type
     if types.is_dictionary(kind):
@@ -134,9 +133,9 @@ def _texts(schema: Any) -> list[str]:
 
 
 def _leaf(schema: Any, field: str, path: str) -> int | None:
-    """Returns the number, from 1, of the Parquet column of a text field; None without one.
+    """Returns the number, from 1, of the Parquet column of a text field; None if there is none.
 
-    Nested fields are several Parquet columns, and their paths may read like the name of another.
+    A nested field has several Parquet columns, whose paths may equal the name of another field.
     """
     found = [number for number, name in enumerate(schema.names) if name == field]
     if len(found) > 1:
@@ -157,12 +156,12 @@ def _leaves(kind: Any) -> int:
 
 
 def _mean_size(column: Any, rows: int) -> int:
-    """Returns the bytes per row of a row group's column, 0 only where none has any text."""
+    """Returns the bytes per row of a row group's column; 0 only if no row has text."""
     mean = int(column.total_uncompressed_size) // max(rows, 1)
     if mean or not column.total_uncompressed_size:
         return mean
-    # Repeated texts are in a dictionary, with less than a byte per row as the index. So is a column
-    # of empty texts or nulls, which only its statistics tell apart.
+    # Less than one byte per row: repeated texts in a dictionary, or only empty texts and nulls.
+    # The column's statistics distinguish the two.
     found = column.statistics
     if found is None:
         return 1

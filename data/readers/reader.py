@@ -1,7 +1,7 @@
-"""What every format's reader offers: random access to documents, their sizes and hashes.
+"""The interface of every format's reader: random access to documents, their sizes and hashes.
 
-Readers are pickled to worker processes, so they hold names and indexes, and open files when a
-document is read.
+Readers are pickled to worker processes, so they hold file names and indexes, and open files only
+when a document is read.
 """
 
 import hashlib
@@ -11,12 +11,12 @@ import numpy as np
 
 from data.files import Files
 
-# Documents from this size on are read a part at a time: all streams of a batch may be in long ones.
+# Documents of at least this size are read in parts: all streams of a batch may have long documents.
 LONG_BYTES = 1 << 24
 
 
 class FileText:
-    """A part of a file as a sequence of bytes, read where it is indexed."""
+    """A part of a file as a sequence of bytes; an index or slice reads just those bytes."""
 
     def __init__(self, files: Files, number: int, start: int, stop: int):
         self._files = files
@@ -57,8 +57,8 @@ BROKEN = Document(b"", broken=True)
 
 
 class Reader(Protocol):
-    """Random access to the records of some files. To add a format, write one and enter it in
-    data/documents.py."""
+    """Random access to the records of some files. To add a format, implement this protocol and add
+    it to data/documents.py."""
 
     files: Files
     sizes: np.ndarray  # [n] int64 bytes, or estimates
@@ -84,5 +84,5 @@ def hashes_of_numbers(count: int) -> np.ndarray:
 
 
 def sample_of(count: int) -> np.ndarray:
-    """Returns numbers of records to judge a corpus by: all of up to 2,000, else spread evenly."""
+    """Returns the numbers of a sample of records: all of up to 2,000, else 2,000 spread evenly."""
     return np.unique(np.linspace(0, count - 1, min(count, 2000)).astype(np.int64))

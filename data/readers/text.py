@@ -9,9 +9,9 @@ from data.files import Files, refuse_wide, utf8_mark, wide_encoding
 from data.readers import reader
 from data.readers.reader import BROKEN, Document, FileText, hash_of_name
 
-# A single text file is cut into documents of this size, so that rows have texts of their own and an
-# epoch has an order to shuffle. It is fixed, so that a saved position means the same with another
-# batch size. A file of 1 MiB is enough for 15 rows, and 16k tokens of four bytes fit into one text.
+# A single text file is cut into documents of this size, so that rows read different texts and an
+# epoch can be shuffled. The size is fixed, so that a saved position stays valid with another batch
+# size. A file of 1 MiB is enough for 15 rows, and a document holds 16k tokens of four bytes.
 _CUT_BYTES = 1 << 16
 # How far to look for the line start at which the held-out end of a text file begins.
 _LINE_BYTES = 1 << 20
@@ -29,7 +29,7 @@ class FileReader:
         self._check_encoding()
 
     def _check_encoding(self) -> None:
-        """Refuses a corpus whose files are all in an encoding that is not read."""
+        """Refuses a corpus if all of its files are in an unsupported encoding."""
         for number in np.flatnonzero(self.sizes).tolist():
             if not (encoding := self._wide(number)):
                 return
@@ -60,8 +60,8 @@ class FileReader:
 class CutFileReader:
     """One text file, cut at line starts into documents of `_CUT_BYTES` or a little more.
 
-    held_out_end: the share of its bytes that is held out: from the next line on, whole, as the last
-    document. 0.0: none.
+    held_out_end: the share of its bytes to hold out. They are one document, the last, and start at
+    the next line. 0.0: none.
     """
 
     def __init__(self, path: str, held_out_end: float):
@@ -98,7 +98,7 @@ def _text(files: Files, number: int, start: int, stop: int) -> bytes | FileText:
 
 
 def _name(root: str, path: str) -> str:
-    """Returns a file's name below the root, the same on every system."""
+    """Returns a file's name relative to the root, the same on every system."""
     return os.path.relpath(path, root).replace(os.sep, "/")
 
 
@@ -107,7 +107,7 @@ def _cut(opened: BinaryIO, start: int, end: int) -> list[tuple[int, int]]:
     spans: list[tuple[int, int]] = []
     # Three more bytes may belong to a character that begins before the cut.
     while end - start > _CUT_BYTES + 3:
-        # A line that does not end within as much again is cut inside.
+        # A line that does not end within another _CUT_BYTES is cut inside.
         stop = min(_line_start(opened, start + _CUT_BYTES, _CUT_BYTES), end)
         spans.append((start, stop))
         start = stop
@@ -119,11 +119,11 @@ def _cut(opened: BinaryIO, start: int, end: int) -> list[tuple[int, int]]:
 def _line_start(opened: BinaryIO, near: int, within: int) -> int:
     """Returns where the first line after byte `near` starts.
 
-    If none does within so many bytes: `near` itself, or the end of the character that it is in.
+    If none starts within `within` bytes: `near`, moved to the end of the character that it is in.
     """
     opened.seek(near)
     line = opened.readline(within)
     if line.endswith(b"\n") and opened.read(1):
         return near + len(line)
-    # No line to go by: at least not inside a character.
+    # There is no line end: at least do not cut inside a character.
     return near + next((i for i, byte in enumerate(line[:4]) if byte & 0xC0 != 0x80), 0)

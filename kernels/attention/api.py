@@ -6,21 +6,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels.attention import blockwise
+from kernels.attention import blockwise, one_query
 from kernels.attention.places import Blocks, Places
 from kernels.attention.ranks import Line, balance, gather, line_of, pieces, restore
 from kernels.segments import Segments
 from kernels.select import platform
 
-IMPLEMENTATIONS = ("mosaic_tpu", "blockwise")
-_LANE = 128  # what the TPU kernels' blocks are multiples of
-_MOST_PAIRS = 2**18  # pairs of blocks that they can have: 3 bytes each of 1 MB of scalar memory
+IMPLEMENTATIONS = ("mosaic_tpu", "blockwise", "one_query")
+_LANE = 128  # the TPU kernels' blocks are multiples of it
+_MOST_PAIRS = 2**18  # most pairs of blocks: 3 bytes per pair of 1 MB of scalar memory
 
 
 class Memory(NamedTuple):
-    """Keys and values before the row, in order; m tokens, with ranks the rank's part of them.
+    """Keys and values before the row, in order: m tokens, or with ranks this rank's part of them.
 
-    k, v: [B, G, m, d]. valid: [B, m] bool, the token belongs to the row's first segment.
+    k, v: [B, G, m, d]. valid: [B, m] bool, whether the token belongs to the row's first segment.
     """
 
     k: jax.Array
@@ -39,46 +39,46 @@ def attention(
     block: int = 512,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Memory | None]:
-    """Each token attends to the tokens of its segment up to itself, without positions.
+    """Causal attention inside segments, without position encoding.
 
-    Memory is linear in the row length: a rank holds the whole row's keys and values and its share
-    of queries; scores exist one block at a time.
+    Memory use is linear in the row length: a rank holds the keys and values of the whole row and
+    its share of the queries; scores exist one block at a time.
 
     Args:
         q: [B, H, T, d]; k, v: [B, G, T, d], one dtype, float32 or bfloat16. H is a multiple of G;
             query head h uses the keys of head h // (H / G). T is any length; with axis_name, the
             rank's part.
         segments: from `plan_segments` with the same axis_name.
-        memory: seen by the row's first segment. The same number of tokens on every rank.
-        axis_name: the mesh axis over which T is split; the call then stands inside `jax.shard_map`.
-        block: queries, and keys, of a block; cut to the rank's length. "mosaic_tpu" takes larger
-            ones where a row has more than 2^18 pairs of them.
-        implementation: "mosaic_tpu" or "blockwise" run or raise. None chooses "mosaic_tpu" on TPU
-            for bfloat16, whose products it is made for, else "blockwise". "mosaic_tpu" needs
-            check_vma=False of the `jax.shard_map` around it.
+        memory: visible to the row's first segment; the same number of tokens on every rank.
+        axis_name: the mesh axis over which T is split; the call must be inside `jax.shard_map`.
+        block: queries per block, and keys per block; reduced to the rank's length. "mosaic_tpu"
+            uses larger blocks if a row would have more than 2^18 pairs of blocks.
+        implementation: "mosaic_tpu", "blockwise" or "one_query" (T = 1 on one rank), which run or
+            raise. None chooses "one_query" where it fits, else "mosaic_tpu" on TPU for bfloat16,
+            else "blockwise". "mosaic_tpu" needs check_vma=False in the enclosing `jax.shard_map`.
 
     Returns:
-        out [B, H, T, d] in q's dtype, 0 at padding. With memory, what the next row's is, as many
-        tokens: the positions up to the last segment's last token, valid as far as they belong to
-        that segment and zero elsewhere; in a row without tokens nothing is valid.
+        out [B, H, T, d] in q's dtype, 0 at padding; and, if memory is given, the memory of the next
+        row, with as many tokens: the positions up to the last segment's last token, valid if they
+        belong to that segment and zero elsewhere. In a row without tokens, none is valid.
 
     Raises:
-        ValueError: for shapes that do not fit or an unknown implementation.
+        ValueError: for shapes that do not match or an unknown implementation.
     """
     _check(q, k, v, segments, memory, block)
     line = line_of(axis_name)
-    name = _choose(implementation, q)
+    name = _choose(implementation, q, line.size)
     index = gather(line, segments.index, 1)
     keys = Memory(gather(line, k, 2), gather(line, v, 2), index >= 0)
     before = None
     if memory is not None:
         before = Memory(gather(line, memory.k, 2), gather(line, memory.v, 2), memory.valid)
         before = before._replace(valid=gather(line, memory.valid, 1))
-    total = index.shape[1] + (0 if before is None else before.valid.shape[1])
-    if name == "mosaic_tpu":
-        while (q.shape[2] // block) * (total // block) > _MOST_PAIRS:
-            block *= 2
-    out = _attend(name, _unit(name, block, q.shape[2], line.size), line, q, keys, index, before)
+    if name == "one_query":
+        # The only token sees itself and, being all of its segment, what is before.
+        out = one_query.attend(q, [keys] if before is None else [before, keys])
+    else:
+        out = _attend(name, _unit(name, block, index, before, line), line, q, keys, index, before)
     out = jnp.where(segments.valid[:, None, :, None], out, 0)
     if before is None:
         return out, None
@@ -90,7 +90,7 @@ def _attend(
 ) -> jax.Array:
     """This rank's queries [B, H, t, d] against all keys.
 
-    unit: blocks. Each rank's tokens are padded by themselves, so that no block straddles ranks.
+    unit: the blocks. Each rank's tokens are padded separately, so that no block straddles ranks.
     """
     length = q.shape[2]
     multiple = unit.k if line.size == 1 else 2 * unit.q
@@ -124,6 +124,7 @@ def _next_memory(
 ) -> Memory:
     """This rank's part of the window of positions that ends at the last segment's last token."""
     tokens = before.valid.shape[1]
+    length = index.shape[1]
     index = jnp.concatenate([jnp.where(before.valid, 0, -1), index], 1)
     kept = (index == count - 1) & (index >= 0)
     last = jnp.max(jnp.where(kept, jnp.arange(index.shape[1]), 0), axis=1)
@@ -131,6 +132,8 @@ def _next_memory(
     start = last - tokens + 1 + line.rank * part
 
     def window(x: jax.Array, axis: int) -> jax.Array:
+        if length == 1:  # one token or none: then nothing is kept, wherever the window begins
+            return jax.lax.slice_in_dim(x, 1, None, axis=axis + 1)
         return jax.vmap(lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, part, axis))(
             x, start
         )
@@ -141,9 +144,14 @@ def _next_memory(
     return Memory(jnp.where(kept_tokens, k, 0), jnp.where(kept_tokens, v, 0), valid)
 
 
-def _unit(name: str, block: int, length: int, ranks: int) -> Blocks:
-    """Blocks for a rank's part of `length` tokens. With several ranks a rank has two pieces of
-    queries, in different places, and a block of keys holds one or two blocks of queries."""
+def _unit(name: str, block: int, index: jax.Array, before: Memory | None, line: Line) -> Blocks:
+    """Blocks for a rank's part of the row `index` [B, T]. With several ranks, a rank has two
+    separate pieces of queries, and a block of keys is as long as one or two blocks of queries."""
+    ranks, length = line.size, index.shape[1] // line.size
+    total = index.shape[1] + (0 if before is None else before.valid.shape[1])
+    if name == "mosaic_tpu":
+        while (length // block) * (total // block) > _MOST_PAIRS:
+            block *= 2
     multiple = _LANE if name == "mosaic_tpu" else 1
     piece = length if ranks == 1 else -(-length // 2)
     queries = min(-(-block // multiple), -(-piece // multiple)) * multiple
@@ -169,7 +177,7 @@ def _pad_front(x: jax.Array, axis: int, length: int, value: int) -> jax.Array:
 
 
 def _backend(name: str) -> Callable[..., jax.Array]:
-    """The implementation; the TPU's is imported when first used: CPU runs never load Pallas."""
+    """The implementation. The TPU one is imported on first use, so CPU runs never load Pallas."""
     if name == "blockwise":
         return blockwise.attend
     from kernels.attention import tpu
@@ -177,13 +185,20 @@ def _backend(name: str) -> Callable[..., jax.Array]:
     return tpu.attend
 
 
-def _choose(implementation: str | None, q: jax.Array) -> str:
+def _choose(implementation: str | None, q: jax.Array, ranks: int) -> str:
+    single = q.shape[2] == 1 and ranks == 1
     if implementation is None:
+        if single:
+            return "one_query"
         return "mosaic_tpu" if platform(q) == "tpu" and q.dtype == jnp.bfloat16 else "blockwise"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"attention: implementation must be None or one of {IMPLEMENTATIONS}, "
             f"got {implementation!r}"
+        )
+    if implementation == "one_query" and not single:
+        raise ValueError(
+            f"attention: one_query needs one token on one rank, got {q.shape[2]} on {ranks}"
         )
     return implementation
 

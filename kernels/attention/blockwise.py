@@ -1,12 +1,12 @@
 """Attention in jax.numpy: scores exist one block at a time, for values and gradients.
 
-The gradient rule is written out, and the loops over blocks are hidden from JAX's own partial
-evaluation by one `optimization_barrier`. Masks depend on positions and segments alone: in a
-rematerialised layer they count as known values, which JAX computes for all pairs of blocks at once
-and saves, together with placeholders for the scores, quadratic in the row length. After the barrier
-they depend on q as well.
+The gradient is written by hand, and an `optimization_barrier` hides the loops over blocks from
+JAX's partial evaluation. Masks depend only on positions and segments. In a rematerialised layer JAX
+therefore treats them as known values: it computes them for all pairs of blocks at once and saves
+them, together with placeholders for the scores, which is quadratic in the row length. After the
+barrier they depend on q as well.
 
-Axes: B row, G key-value head, M query heads a key-value head, q query, s key, d head channel.
+Axes: B row, G key-value head, M query head per key-value head, q query, s key, d head channel.
 """
 
 import functools
@@ -22,10 +22,10 @@ _MASKED = -1e30  # finite, so that a row with every score masked stays finite
 
 
 def attend(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, places: Places) -> jax.Array:
-    """Queries against the keys they may see.
+    """Attention of the queries to the keys that they may see.
 
     Args:
-        q: [B, H, n, d]. k, v: [B, G, s, d]. n and s are multiples of the blocks'.
+        q: [B, H, n, d]. k, v: [B, G, s, d]. n and s are multiples of the block lengths.
 
     Returns:
         [B, H, n, d] in q's dtype; 0 at padding.
@@ -75,7 +75,7 @@ def _forward(blocks: Blocks, q, k, v, places: Places):
 
 
 def _backward(blocks: Blocks, residuals, d_out):
-    """Gradients by keys: each block of keys is visited once, by every block of queries it meets."""
+    """Gradients, one block of keys at a time; inner loop over the blocks of queries it meets."""
     q, k, v, places, out, lse = residuals
     scale = q.shape[-1] ** -0.5
     q, k, v, places, q_number, k_number = _hide(blocks, q, k, v, places)
@@ -116,7 +116,7 @@ _blockwise.defvjp(_forward, _backward)
 
 
 def _hide(blocks: Blocks, q, k, v, places: Places):
-    """The same values and the blocks' numbers, all of them depending on q (see the module)."""
+    """The same values and the block numbers, all dependent on q (see the module docstring)."""
     q_number = jnp.arange(q.shape[3] // blocks.q)
     k_number = jnp.arange(k.shape[2] // blocks.k)
     numbers = vary((q_number, k_number), varying_axes(q))
@@ -124,12 +124,12 @@ def _hide(blocks: Blocks, q, k, v, places: Places):
 
 
 def _meets(places: Places, blocks: Blocks) -> jax.Array:
-    """[n / blocks.q, s / blocks.k] bool: blocks that meet in some row."""
+    """[n / blocks.q, s / blocks.k] bool: whether the blocks meet in any row."""
     return jnp.any(meeting(places, blocks), axis=0)
 
 
 def _scores(q_i, k_j, places: Places, i, j, blocks: Blocks, scale: float):
-    """Scores [B, G, M, q, s] in float32 of query block i and key block j, and which count."""
+    """Scores [B, G, M, q, s] in float32 of query block i and key block j, and their mask."""
     q_index = _part(places.q_index, i, blocks.q, 1)[:, :, None]
     k_index = _part(places.k_index, j, blocks.k, 1)[:, None, :]
     q_position = _part(places.q_position, i, blocks.q, 0)
@@ -151,7 +151,7 @@ def _part(x: jax.Array, i: jax.Array, block: int, axis: int) -> jax.Array:
 
 
 def _blocks(x: jax.Array, axis: int, block: int) -> jax.Array:
-    """Cuts an axis into blocks and puts them in front: [n, ...]."""
+    """Cuts an axis into n blocks and moves the block axis to the front: [n, ...]."""
     shape = (*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
     return jnp.moveaxis(x.reshape(shape), axis, 0)
 

@@ -1,7 +1,7 @@
-"""Where queries and keys are in the row, and which blocks of them meet.
+"""The positions of queries and keys in the row, and which blocks of them meet.
 
-Keys are whole and in order: those before the row first (`Memory`), then the row's. A rank's queries
-are in any order that keeps each block's positions consecutive.
+All keys are present, in order: first those before the row (`Memory`), then the row's. A rank's
+queries may be in any order in which each block's positions are consecutive.
 """
 
 from typing import NamedTuple
@@ -22,17 +22,17 @@ class Places(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Queries and keys of a block. They divide n and s."""
+    """Queries per block and keys per block; they divide n and s."""
 
     q: int
     k: int
 
 
 def meeting(places: Places, blocks: Blocks) -> jax.Array:
-    """[B, n / blocks.q, s / blocks.k] bool: some query of a block may see some key of a block.
+    """[B, n / blocks.q, s / blocks.k] bool: whether any query of a block may see any key of one.
 
-    Segment numbers only grow along a row, so the lowest of the queries' and the highest of the
-    keys' decide.
+    Segment numbers never decrease along a row, so it suffices to compare the queries' lowest with
+    the keys' highest number.
     """
     q_index = places.q_index.reshape(places.q_index.shape[0], -1, blocks.q)
     k_index = places.k_index.reshape(places.k_index.shape[0], -1, blocks.k)
@@ -43,7 +43,7 @@ def meeting(places: Places, blocks: Blocks) -> jax.Array:
 
 
 def own_block(places: Places, blocks: Blocks) -> jax.Array:
-    """[n / blocks.q, s / blocks.k] bool: the block of keys holds one of the queries' positions."""
+    """[n / blocks.q, s / blocks.k] bool: whether the key block holds a position of the queries."""
     position = places.q_position.reshape(-1, blocks.q)
     block = jnp.arange(places.k_index.shape[1] // blocks.k)
     first, last = position[:, :1] // blocks.k, position[:, -1:] // blocks.k

@@ -1,9 +1,9 @@
-"""What ranks of a row exchange for attention.
+"""What the ranks of a row exchange for attention.
 
-Keys and values are gathered whole, linear in the row length. Queries change places, so that all
-ranks have equal work under causality: the row is cut into 2P pieces, and rank r, which holds pieces
-2r and 2r + 1, works on pieces r and 2P - 1 - r. Two permutations of half the queries take them
-there and two bring the results back.
+The keys and values of the whole row are gathered, which is linear in the row length. Queries are
+redistributed so that all ranks have equal work under causality: the row is cut into 2P pieces, and
+rank r, which holds pieces 2r and 2r + 1, works on pieces r and 2P - 1 - r. Two permutations, each
+of half the queries, send the queries, and two return the results.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 
 class Line(NamedTuple):
-    """The ranks of a row: mesh axis and their number. axis_name is None for one rank."""
+    """The ranks of a row: their mesh axis and number. axis_name is None for a single rank."""
 
     axis_name: str | None
     size: int
@@ -24,7 +24,7 @@ class Line(NamedTuple):
 
 
 def line_of(axis_name: str | None) -> Line:
-    """The ranks of the mesh axis that maps the call, or the only rank."""
+    """The ranks of the mesh axis, or a single rank if axis_name is None."""
     size = 1 if axis_name is None else jax.lax.axis_size(axis_name)
     return Line(axis_name if size > 1 else None, size)
 
@@ -37,7 +37,7 @@ def gather(line: Line, x: jax.Array, axis: int) -> jax.Array:
 
 
 def pieces(line: Line) -> tuple[jax.Array, ...]:
-    """Numbers of the pieces that this rank works on, in the order that `balance` gives them."""
+    """Numbers of the pieces that this rank works on, in the order of `balance`."""
     if line.axis_name is None:
         return (jnp.int32(0),)
     low, high = line.rank, 2 * line.size - 1 - line.rank
@@ -46,7 +46,7 @@ def pieces(line: Line) -> tuple[jax.Array, ...]:
 
 
 def balance(line: Line, x: jax.Array, axis: int) -> jax.Array:
-    """The tokens of this rank's `pieces`, from those that the ranks hold in order."""
+    """The tokens of this rank's `pieces`, from tokens that the ranks hold in order."""
     if line.axis_name is None:
         return x
     halves = jnp.split(x, 2, axis)

@@ -1,12 +1,12 @@
-"""Attention on TPU: JAX's splash attention kernels, with tables of blocks made from the segments.
+"""Attention on TPU: JAX's splash attention kernels, with block tables computed from the segments.
 
-The library's tables usually come from a mask that is known when tracing. Here they are traced: the
-rank's place in the row decides what is causal, and blocks without a common segment are skipped.
-What remains inside a block is masked by positions and segment numbers.
+The library usually builds its tables from a mask that is known at trace time. Here the tables are
+traced: the rank's position in the row determines what is causal, and blocks without a common
+segment are skipped. Inside a block, positions and segment numbers mask the scores.
 
-The separate dq kernel is used: the library's fused backward keeps one dq a block of keys, which is
-quadratic in the row length. The kernels do not declare the mesh axes over which their results vary,
-so inside `jax.shard_map` they need check_vma=False.
+The separate dq kernel is used, because the library's fused backward keeps one dq per block of keys,
+which is quadratic in the row length. The kernels do not declare the mesh axes over which their
+results vary, so inside `jax.shard_map` they need check_vma=False.
 """
 
 import jax
@@ -18,8 +18,8 @@ from kernels.attention.places import Blocks, Places, meeting, own_block
 
 
 def attend(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, places: Places) -> jax.Array:
-    """See `blockwise.attend`; the result at padding is finite and means nothing."""
-    # A padding query meets its own block of keys: a softmax over nothing would be NaN.
+    """See `blockwise.attend`; the result at padding is finite but meaningless."""
+    # A padding query meets its own block of keys, because a softmax over no keys would be NaN.
     run = meeting(places, blocks) | own_block(places, blocks)
     q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
 
@@ -44,7 +44,7 @@ def _kernel(blocks: Blocks, run: jax.Array, q_position: jax.Array) -> splash.Spl
             mask_next=None,
             block_mask=run.astype(jnp.int8)[None],
             partial_mask_blocks=None,
-            q_sequence=q_position,  # type: ignore[arg-type]  # traced is fine, as in the others
+            q_sequence=q_position,  # type: ignore[arg-type]  # may be traced, like the others
         )
 
     return splash.SplashAttentionKernel(
@@ -74,22 +74,22 @@ def _causal(q_position: jax.Array, k_position: jax.Array) -> jax.Array:
 
 
 def _next_key_block(run: jax.Array) -> jax.Array:
-    """Per step of the walk along keys, the block of keys to load: this one, else the next that
-    runs, in the next block of queries where this one has no more."""
+    """For each step along the keys, the key block to load: this one, or the next that runs, if
+    necessary in the next block of queries."""
     here = _next_along(run, axis=1)
     then = jnp.roll(here[:, :1], -1, axis=0)
     return jnp.where(here < run.shape[1], here, then)
 
 
 def _next_query_block(run: jax.Array) -> jax.Array:
-    """The same for the walk along queries; a block of keys may have no query at all."""
+    """The same for steps along the queries; a block of keys may have no query at all."""
     here = _next_along(run, axis=0)
     then = jnp.roll(here[:1], -1, axis=1)
     return jnp.minimum(jnp.where(here < run.shape[0], here, then), run.shape[0] - 1)
 
 
 def _next_along(run: jax.Array, axis: int) -> jax.Array:
-    """The number of the first block from each one on that runs; the axis' size where none does."""
+    """For each block, the number of the first block from it on that runs; the axis size if none."""
     size = run.shape[axis]
     number = jax.lax.broadcasted_iota(jnp.int32, run.shape, axis)
     return jax.lax.cummin(jnp.where(run, number, size), axis=axis, reverse=True)

@@ -1,5 +1,5 @@
-"""Kimi Delta Attention. The interface is `kda`; `kda_on_rank` is for loops over layers that write
-out their own gradient."""
+"""Kimi Delta Attention. The interface is `kda`; `kda_on_rank` is for loops over layers with a
+hand-written gradient."""
 
 from kernels.kda.api import kda, kda_on_rank
 

@@ -1,9 +1,9 @@
 """`kda(...)`: checks, shapes, gradient rule and choice of implementation.
 
-The gradient rule sits around one core that works on per-rank partial values (`problem.py`). What
-ranks share enters the core typed as varying and the final state leaves it through a psum, both
-outside the rule, so JAX itself sums gradients of shared inputs over ranks and counts the cotangent
-of a shared output once.
+The gradient rule wraps one core that works on per-rank partial values (`problem.py`). Outside the
+rule, inputs shared by the ranks are cast to varying and the final state is summed by a psum. JAX
+therefore sums the gradients of shared inputs over the ranks, and counts the cotangent of a shared
+output once.
 """
 
 import functools
@@ -46,25 +46,25 @@ def kda(
     Args:
         q, k, decay: [B, H, T, K]; v: [B, H, T, V]; beta: [B, H, T]. q, k, v share a dtype, float32
             or bfloat16; decay and beta may be either. T is any length; with axis_name, the rank's
-            part. "mosaic_tpu" needs finite numbers at padding too; its bfloat16 is meant for beta
-            |k|^2 <= 1, which a sigmoid and qk_l2norm give (NOTES.md has what happens beyond).
+            part. "mosaic_tpu" needs finite numbers at padding too; in bfloat16 it is meant for beta
+            |k|^2 <= 1, which a sigmoid and qk_l2norm ensure (see NOTES.md for larger values).
         segments: from `plan_segments` with the same axis_name; None: every row is one segment.
         initial_state: [B, N, H, K, V] float32; the row's n-th segment starts from slot n.
-        default_initial_state: [H, K, V] float32; start of the segments beyond N. Without
-            it they start from 0.
+        default_initial_state: [H, K, V] float32; the start state of segments beyond N. None: zeros.
         final_state: "none", "last" or "all" (needs plan_segments(max_segments=...)).
-        a_log: [H]. Given, decay is a raw gate x and the log decay is -exp(a_log) softplus(x +
-            dt_bias), or lower_bound sigmoid(exp(a_log) (x + dt_bias)) with lower_bound. Without it
-            decay is the log decay itself (<= 0).
-        dt_bias: [H, K], with a_log only. lower_bound: in [-5, 0), with a_log only. qk_l2norm:
-        divide q and k by sqrt(sum of squares + 1e-6) first. scale: factor on the output, K^-1/2 by
-        default. axis_name: the mesh axis over which T is split; the call is then made inside
-        `jax.shard_map`.
-            Inputs without a T axis are the same on its ranks, and so is the returned state.
-        state_policy: "remat" rebuilds in the backward what "save" keeps from the forward.
+        a_log: [H]. If given, decay is a raw gate x, and the log decay is -exp(a_log) softplus(x +
+            dt_bias), or with lower_bound it is lower_bound sigmoid(exp(a_log) (x + dt_bias)). If
+            None, decay is the log decay itself (<= 0).
+        dt_bias: [H, K], only with a_log.
+        lower_bound: in [-5, 0), only with a_log.
+        qk_l2norm: divide q and k by sqrt(sum of squares + 1e-6) first.
+        scale: factor on the output, K^-1/2 by default.
+        axis_name: the mesh axis over which T is split; the call must be inside `jax.shard_map`.
+            Inputs without a T axis are the same on all of its ranks, and so is the returned state.
+        state_policy: "remat" recomputes in the backward pass what "save" keeps from the forward.
         rank_io_in_vmem: False keeps every array that the TPU kernels exchange with XLA in HBM. By
-            default some are placed in VMEM where tokens are split over ranks, they fit, and a
-            device has one TensorCore.
+            default some are placed in VMEM if tokens are split over ranks, they fit, and a device
+            has one TensorCore.
         implementation: None chooses by device (see `kernels.select`); "mosaic_tpu", "chunked" or
             "recurrent" run or raise.
 
@@ -74,7 +74,7 @@ def kda(
         its start state. With "all", rows that have more than max_segments segments are NaN.
 
     Raises:
-        ValueError: with one line, before tracing, for anything that does not fit.
+        ValueError: an argument is invalid; one line, before tracing.
     """
     out, state, _ = _on_rank(
         Entry.UNUSED, None, q, k, v, decay, beta, segments, initial_state, default_initial_state,
@@ -106,12 +106,12 @@ def kda_on_rank(
     state_policy: str,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """`kda` whose ranks do not meet at its end, and which can be repeated without its messages.
+    """`kda` without the final sum over ranks, which can be repeated without communication.
 
     Args:
-        entry: None, or what a call with the same arguments returned: the call is then repeated from
-            it, without messages. Its gradient is that of the first call, cotangents passing from
-            rank to rank; no gradient flows into `entry`.
+        entry: None, or the state that a call with the same arguments returned. The call then starts
+            from it and receives nothing. Its gradient is that of the first call, in which
+            cotangents pass from rank to rank; no gradient flows into `entry`.
 
     Returns:
         out; the rank's share of the returned state, whose sum over the ranks of axis_name is the
@@ -160,9 +160,10 @@ def _on_rank(
 
 
 def _attend(name: str, problem: Problem, inputs: Inputs, segments: Segments, entry, axis_name):
-    """The core on padded tokens, typed as varying over the ranks."""
+    """The core on whole chunks of tokens, typed as varying over the ranks; the recurrence, which
+    generation runs a token at a time, needs no chunks."""
     length = inputs.q.shape[2]
-    extra = -length % CHUNK
+    extra = 0 if name == "recurrent" else -length % CHUNK
     inputs, segments = _pad(inputs, extra), pad_tokens(segments, extra)
     axes = varying_axes((inputs, segments)) | ({axis_name} if axis_name else set())
     inputs, segments, entry = vary((inputs, segments, entry), axes)
@@ -173,7 +174,7 @@ def _attend(name: str, problem: Problem, inputs: Inputs, segments: Segments, ent
 
 
 def _gate_parameters(q: jax.Array, a_log, dt_bias):
-    """Both in float32, dt_bias 0 where only a_log is given."""
+    """Both in float32; dt_bias is 0 if only a_log is given."""
     if a_log is None:
         return None, None
     if dt_bias is None:
@@ -199,7 +200,7 @@ def _pad(inputs: Inputs, extra: int) -> Inputs:
 
 
 def _backend(name: str) -> ModuleType:
-    """The backend's module; imported when first used, so that CPU runs never load Pallas."""
+    """The backend's module, imported on first use so that CPU runs never load Pallas."""
     modules = {"mosaic_tpu": "tpu", "chunked": "chunked", "recurrent": "recurrent"}
     return importlib.import_module(f"kernels.kda.{modules[name]}")
 

@@ -1,4 +1,4 @@
-"""What `kda` accepts, checked on shapes and dtypes alone, before anything is traced or compiled."""
+"""Checks the arguments of `kda`, from shapes and dtypes, before anything is traced or compiled."""
 
 import math
 
@@ -14,7 +14,7 @@ def check(
     q, k, v, decay, beta, segments, *, initial_state, default_initial_state, final_state, a_log,
     dt_bias, lower_bound, scale, state_policy, axis_name,
 ):  # fmt: skip
-    """Raise ValueError with one line naming the argument, what it is and what it must be."""
+    """Raises ValueError with one line that names the argument, what it is and what it must be."""
     _check_arrays(
         q=q, k=k, v=v, decay=decay, beta=beta, initial_state=initial_state,
         default_initial_state=default_initial_state, a_log=a_log, dt_bias=dt_bias,

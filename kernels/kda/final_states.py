@@ -1,5 +1,4 @@
-"""States that segments start from, and what a rank contributes to those returned, for both fast
-forms."""
+"""Start states of segments, and a rank's part of the returned states, for both fast forms."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ def is_last_rank(problem: Problem) -> jax.Array | bool:
 
 
 def start_states(initial_state, default_initial_state, number: int, like: jax.Array):
-    """What segments 0 .. number - 1 start from, [B, number, H, K, V]; `like` is a state
+    """Start states of segments 0 .. number - 1, [B, number, H, K, V]; `like` is a state
     [B, H, K, V]."""
     shape = (like.shape[0], number, *like.shape[1:])
     fresh = jnp.zeros_like(like, shape=shape)
@@ -29,7 +28,7 @@ def start_states(initial_state, default_initial_state, number: int, like: jax.Ar
 
 
 def with_empty_segments(problem: Problem, segments: Segments, ended, starts) -> jax.Array:
-    """This rank's part of all segments' states [B, n, H, K, V], from those that end here (0
-    elsewhere): a segment without tokens returns what it starts from, on the last rank."""
+    """This rank's part of all segments' states [B, n, H, K, V]. `ended` holds those that end on
+    this rank, 0 elsewhere; on the last rank, segments without tokens return their start state."""
     empty = (jnp.arange(ended.shape[1]) >= segments.count)[..., None, None, None]
     return jnp.where(empty, jnp.where(is_last_rank(problem), starts, 0), ended)

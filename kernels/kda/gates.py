@@ -1,6 +1,6 @@
-"""What every fast form computes of its inputs by the same formulas: norms and log decays.
+"""Formulas that all fast forms share: norms and log decays.
 
-The reference spells them out again on purpose: it is the definition they are compared with.
+The reference has its own copy on purpose: it is the definition that these are compared with.
 """
 
 import jax

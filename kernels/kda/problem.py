@@ -1,4 +1,4 @@
-"""What one `kda` call asks for: `Problem`, `Inputs`, and CHUNK, the chunk length of all forms.
+"""The description of one `kda` call: `Problem`, `Inputs`, and CHUNK, the chunk length of all forms.
 
 Backends share one internal signature (axes: B row, T token, H head, K key channel, V value
 channel):
@@ -6,16 +6,16 @@ channel):
     forward(problem, inputs, segments, entry) -> (out [B, H, T, V], final, entry, residuals)
     backward(problem, inputs, segments, residuals, d_out, d_final) -> Inputs of gradients
 
-`final` is None, [B, H, K, V] (LAST) or [B, max_segments, H, K, V] (ALL), float32, and a per-rank
-partial: the sum over the ranks of `problem.axis_name` is the value. `d_final` arrives whole on
-every rank. Gradients of inputs that ranks share (initial_state, default_initial_state, a_log,
-dt_bias) are per-rank partials likewise, and are None where the input is None. T is a multiple of
-CHUNK (the interface pads with padding tokens).
+`final` is None, [B, H, K, V] (LAST) or [B, max_segments, H, K, V] (ALL), float32. It is a per-rank
+partial value: the sum over the ranks of `problem.axis_name` is the state. `d_final` is the complete
+cotangent on every rank. Gradients of inputs that ranks share (initial_state, default_initial_state,
+a_log, dt_bias) are also per-rank partial values, and are None if the input is None. T is a multiple
+of CHUNK (the interface adds padding tokens), but for "recurrent".
 
-`entry` [B, H, K, V] float32 is the state that enters this rank's tokens. With Entry.KEPT the
-forward returns it; with Entry.GIVEN the forward starts from it, receives and sends nothing, and
-leaves the residuals of the pass that returned it (`final` is then meaningless). Otherwise it is
-None.
+`entry` [B, H, K, V] float32 is the state before this rank's first token. With Entry.KEPT the
+forward returns it. With Entry.GIVEN the forward starts from it, receives and sends nothing, and
+returns the same residuals as the call that returned it (`final` is then meaningless). Otherwise it
+is None.
 """
 
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ from typing import NamedTuple
 
 import jax
 
-CHUNK = 64  # tokens a chunk, the one length that both forms are built on
+CHUNK = 64  # tokens per chunk, in both fast forms
 assert CHUNK & (CHUNK - 1) == 0, "levels double: CHUNK must be a power of two"
 
 
 class Gate(Enum):
-    """How the log decay comes from the `decay` input x; x' = x + dt_bias."""
+    """How the log decay is computed from the `decay` input x; x' = x + dt_bias."""
 
     GIVEN = "given"  # x itself
     SOFTPLUS = "softplus"  # -exp(a_log) softplus(x')
@@ -37,7 +37,7 @@ class Gate(Enum):
 
 
 class FinalState(Enum):
-    """Which segments' states come back."""
+    """Which segments' states are returned."""
 
     NONE = "none"
     LAST = "last"
@@ -45,8 +45,8 @@ class FinalState(Enum):
 
 
 class StatePolicy(Enum):
-    """What the forward keeps for the backward: what it computed, or its inputs alone (rebuilt
-    later)."""
+    """What the forward keeps for the backward: its intermediate results, or only inputs and states
+    from which the backward recomputes them."""
 
     SAVE = "save"
     REMAT = "remat"
@@ -64,8 +64,8 @@ class Entry(Enum):
 class Problem:
     """Static description of a call; hashable, so it can be a nondifferentiable argument.
 
-    axis_name is None where the context axis is absent or has one rank. lower_bound is set for
-    Gate.BOUNDED only. max_segments is the bound given to `plan_segments`, set for FinalState.ALL.
+    axis_name is None if the context axis is absent or has one rank. lower_bound is set only for
+    Gate.BOUNDED. max_segments is the bound given to `plan_segments`, set only for FinalState.ALL.
     rank_io_in_vmem allows the TPU kernels to place arrays of a context rank in VMEM.
     """
 
@@ -84,7 +84,7 @@ class Problem:
 class Inputs(NamedTuple):
     """Differentiable arrays of a call, or their gradients.
 
-    a_log is present for the gates SOFTPLUS and BOUNDED, and dt_bias with it (zeros where the caller
+    a_log and dt_bias are present for the gates SOFTPLUS and BOUNDED (dt_bias is zeros if the caller
     gave none).
     """
 

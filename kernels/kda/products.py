@@ -5,11 +5,11 @@ import jax.numpy as jnp
 
 
 def dot(x: jax.Array, y: jax.Array, contract: str = "ab") -> jax.Array:
-    """Matrix product over the leading axes, accumulated in float32; float32 operands at full
-    precision.
+    """Batched matrix product over the last two axes, accumulated in float32; float32 operands are
+    multiplied at full precision.
 
-    contract names the contracted axis of each operand among its last two: "ab" contracts x's last
-    with y's last but one (the plain product), "bb" both last, "aa" both last but one.
+    contract names the contracted axis of each operand: "ab" contracts x's last with y's second to
+    last (the ordinary product), "bb" both last, "aa" both second to last.
     """
     batch = tuple(range(x.ndim - 2))
     last, other = x.ndim - 1, x.ndim - 2

@@ -1,7 +1,7 @@
 """Backend "recurrent": the reference with the internal signature of `problem.py`.
 
-Slow and simple. Under context parallelism every rank gathers the whole row, runs it, and keeps its
-own slice; gradients are JAX's own of exactly that.
+Slow and simple. Under context parallelism every rank gathers and runs the whole row and keeps its
+own slice. JAX differentiates this computation as it is.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def _run(problem: Problem, index: jax.Array, inputs: Inputs):
     local = dataclasses.replace(problem, axis_name=None)
     out, final = _whole(local, gather(index, axis=1), inputs._replace(**tokens))
     out = jax.lax.dynamic_slice_in_dim(out, rank * length, length, axis=2)
-    # Every rank holds the whole row's final state; one of them owns it.
+    # Every rank holds the whole row's final state; only rank 0 contributes it.
     return out, None if final is None else jnp.where(rank == 0, final, 0)
 
 

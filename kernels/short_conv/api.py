@@ -28,32 +28,33 @@ def short_conv(
 ) -> tuple[Any, Any]:
     """y[t] = activation(sum_j weight[W - 1 - j] x[t - j]) over the taps j < W of t's own segment.
 
-    Taps are counted by position in the row; positions of padding or of another segment add nothing.
-    Taps before the row's start come from `tail`, for its first segment only. With axis_name the
-    call is made inside `jax.shard_map` and T is the rank's part (of any length): ranks pass W - 1
-    inputs on.
+    Taps are counted by position in the row; positions of padding or of another segment contribute
+    0. Taps before the row's start read `tail`, for the row's first segment only. With axis_name the
+    call must be inside `jax.shard_map`, and T is the rank's part (of any length); each rank sends
+    W - 1 inputs to the next.
 
-    x may be any tree of arrays, of different D; weight, tail and both results are then such trees.
-    They share one exchange between ranks.
+    x may be any tree of arrays with different D; weight, tail and both results are then trees of
+    the same structure. The arrays share one exchange between ranks.
 
     Args:
-        x: [B, T, D]; weight: [W, D], weight[W - 1] for the token itself.
-        heads: y is [B, heads, T, D / heads], as KDA takes it, and not [B, T, D].
+        x: [B, T, D].
+        weight: [W, D]; weight[W - 1] is for the token itself.
+        heads: return y as [B, heads, T, D / heads], as KDA takes it, instead of [B, T, D].
         segments: of the same tokens, from `plan_segments` with the same axis_name.
         tail: [B, W - 1, D], the inputs before the row, zero in rows that do not continue; the same
             on all ranks of axis_name.
         activation: "silu" or None.
-        implementation: "mosaic_tpu", our TPU kernels (W <= 8); "chunked" or "recurrent", jax.numpy;
-            None chooses the first on TPU.
+        implementation: "mosaic_tpu", the TPU kernels here (W <= 8); "chunked" or "recurrent",
+            jax.numpy; None chooses "mosaic_tpu" on TPU, else jax.numpy.
 
     Returns:
         y [B, T, D], or see `heads`, in x's dtype, 0 at padding; and the next row's tail
         [B, W - 1, D], in x's dtype and the same on all ranks: the W - 1 positions up to the last
-        segment's last token, taken as far as they belong to that segment (and to `tail` where it
-        continues it), zero elsewhere. A row without tokens hands its tail on.
+        segment's last token, as far as they belong to that segment (in `tail` too, if the segment
+        continues it), and zero elsewhere. A row without tokens returns its own tail.
 
     Raises:
-        ValueError: for shapes that do not fit or an unknown activation.
+        ValueError: for shapes that do not match or an unknown activation.
     """
     y, next_row, _ = _on_rank(
         x, weight, segments, heads, tail, None, axis_name, activation, implementation
@@ -74,11 +75,12 @@ def short_conv_on_rank(
     axis_name: str | None,
     implementation: str | None,
 ) -> tuple[Any, Any, jax.Array]:
-    """`short_conv` whose ranks do not meet at its end, and which can be repeated without messages.
+    """`short_conv` without the final sum over ranks, which can be repeated without communication.
 
     Args:
-        halo: None, or what a call with the same arguments returned, which then replaces what the
-            rank would receive. Its gradient is that of the first call, passed to the rank before.
+        halo: None, or the halo that a call with the same arguments returned, which then replaces
+            the one the rank would receive. Its gradient is that of the first call and is sent to
+            the previous rank.
 
     Returns:
         y; the rank's share of the next row's tail, whose sum over the ranks of axis_name is the
@@ -106,10 +108,10 @@ def _on_rank(x, weight, segments, heads, tail, halo, axis_name, activation, impl
 
 
 def _convolve(how, heads, xs, weights, tails, halo, segments: Segments, axis_name):
-    """(results, shares of next tails, halo) of several inputs, which share one exchange between
-    ranks."""
+    """(results, contributions to the next tails, halo) of several inputs, which share one exchange
+    between ranks."""
     width, tail = weights[0].shape[0], _joined(tails)
-    # Segment that upstream inputs belong to; the row's first one where nothing has started yet.
+    # The segment of upstream inputs; the row's first segment if none has started yet.
     upstream = jnp.maximum(segments.before - 1, 0)
     index = jnp.concatenate(
         [jnp.broadcast_to(upstream, tail.shape[:2]).astype(jnp.int32), segments.index], axis=1
@@ -138,7 +140,7 @@ def _cut(joined: jax.Array, like) -> list[jax.Array]:
 
 
 def _by_head(how, heads: int | None, *arrays) -> jax.Array:
-    """`_taps`, split into heads if they are given: by the kernel where it can."""
+    """`_taps`, split into heads if they are given; by the kernel itself if it can."""
     arrays = vary(arrays, varying_axes(arrays))
     if heads is None:
         return _taps((*how, None), *arrays)
@@ -160,7 +162,7 @@ def _check(x, weight, tail, width, segments, heads, activation, implementation) 
         )
     if weight.shape[0] != width:
         raise ValueError(
-            f"short_conv: weights must have as many taps, got {width} and {weight.shape[0]}"
+            f"short_conv: weights must have equally many taps, got {width} and {weight.shape[0]}"
         )
     if heads is not None and (heads < 1 or x.shape[2] % heads):
         raise ValueError(f"short_conv: heads must divide D = {x.shape[2]}, got {heads}")
@@ -183,9 +185,10 @@ def _check(x, weight, tail, width, segments, heads, activation, implementation) 
 
 
 def _reach(index, valid, width: int) -> jax.Array:
-    """How many tokens back, up to W - 1, a token's segment goes, [B, T] int32; -1 at padding.
+    """How many tokens back, up to W - 1, a token's segment reaches, [B, T] int32; -1 at padding.
 
-    What is between is of the segment too, or padding, whose inputs are 0. index [B, W - 1 + T].
+    All tokens in between belong to the segment, or are padding, whose inputs are 0. index is
+    [B, W - 1 + T].
     """
     here = index[:, width - 1 :]
     reach = jnp.zeros_like(here)
@@ -196,7 +199,7 @@ def _reach(index, valid, width: int) -> jax.Array:
 
 
 def _backend(implementation: str) -> ModuleType:
-    """The backend's module; imported when first used, so that CPU runs never load Pallas."""
+    """The backend's module, imported on first use so that CPU runs never load Pallas."""
     name = "tpu" if implementation == "mosaic_tpu" else "taps"
     return importlib.import_module(f"kernels.short_conv.{name}")
 
@@ -206,8 +209,8 @@ def _backend(implementation: str) -> ModuleType:
 def _taps(how, x, halo, weight, reach):
     """The sum over taps of x [B, T, D] after halo [B, W - 1, D], and its activation, [B, T, D].
 
-    how: (activation, implementation, heads); with heads, which only the kernels know, the result is
-    [B, heads, T, D / heads].
+    how: (activation, implementation, heads); with heads, which only the kernels support, the result
+    is [B, heads, T, D / heads].
     """
     activation, implementation, heads = how
     return _backend(implementation).forward(activation, heads, x, halo, weight, reach)

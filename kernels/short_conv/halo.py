@@ -1,4 +1,4 @@
-"""What the short convolution needs of tokens before a rank's own, and what it hands on."""
+"""The halo of the short convolution: inputs before a rank's tokens, received and passed on."""
 
 import functools
 
@@ -11,8 +11,8 @@ from kernels.vma import vary, varying_axes
 
 @jax.custom_vjp
 def _with_rows(x, positions):
-    """x [B, T, D] and its tokens at `positions` [B, n], whose gradient is added in its place: the
-    usual one is an array as large as x, nearly all zeros."""
+    """Returns x [B, T, D] and its tokens at `positions` [B, n]. The rows' gradient is added to x's
+    in place; by default it would be an array as large as x, nearly all zeros."""
     return x, jnp.take_along_axis(x, positions[..., None], axis=1)
 
 
@@ -25,9 +25,9 @@ _with_rows.defvjp(lambda x, positions: (_with_rows(x, positions), positions), _w
 
 
 def taken(x, segments: Segments, width: int):
-    """(x, the rank's newest inputs, up to `width`: of them the next rank's halo is made; and the
-    `width` inputs up to its last real token, of them the next tail; the rank's first input stands
-    for those before it)."""
+    """(x; the rank's newest inputs, at most `width` of them, for the next rank's halo; the `width`
+    inputs up to the rank's last real token, for the next tail, in which the rank's first input
+    replaces those before it)."""
     (rows, length), count = segments.valid.shape, min(width, x.shape[1])
     newest = jnp.broadcast_to(jnp.arange(length - count, length), (rows, count))
     ends = jnp.maximum(_tail_places(segments, width) - width, 0)
@@ -37,16 +37,16 @@ def taken(x, segments: Segments, width: int):
 
 
 def _tail_places(segments: Segments, width: int) -> jax.Array:
-    """The `width` positions up to each row's last real token [B, width], 0 being the halo's first;
-    the halo's own where the rank has no real token."""
+    """The `width` positions up to each row's last real token [B, width], counted from the halo's
+    first input; those of the halo if the rank has no real token."""
     position = jnp.arange(segments.valid.shape[1])
     last = jnp.max(jnp.where(segments.valid, position, -1), axis=1)
     return last[:, None] + 1 + jnp.arange(width)
 
 
 def receive_halo(axis_name, newest, tail, segments: Segments, upstream):
-    """The W - 1 inputs before the rank's tokens [B, W - 1, D], zero where not of the segment that
-    continues here. A sender knows which segment that is, so no ids travel."""
+    """The W - 1 inputs before the rank's tokens [B, W - 1, D], zero if not of the segment that
+    continues here. The sender knows which segment that is, so no ids are sent."""
     width, length = tail.shape[1], segments.valid.shape[1]
     if axis_name is None or width == 0 or jax.lax.axis_size(axis_name) == 1:
         return tail
@@ -56,7 +56,7 @@ def receive_halo(axis_name, newest, tail, segments: Segments, upstream):
     own = jnp.where((segments.index == current)[:, -width:, None], newest, 0)
     goes_through = (current == upstream)[..., None]
     halo = jnp.where(rank == 0, tail, 0)
-    # Pieces shorter than the halo: what a rank received travels on, one rank a hop.
+    # If a rank has fewer tokens than the halo, it passes on what it received, one rank per hop.
     for _ in range(min(ranks - 1, -(-width // length))):
         window = jnp.concatenate([jnp.where(goes_through, halo, 0), own], axis=1)[:, -width:]
         arrived = jax.lax.ppermute(window, axis_name, [(r, r + 1) for r in range(ranks - 1)])
@@ -66,7 +66,7 @@ def receive_halo(axis_name, newest, tail, segments: Segments, upstream):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def received_halo(axis_name, newest, tail, segments: Segments, upstream, halo):
-    """What `receive_halo` returned before, with its gradient."""
+    """The halo that `receive_halo` returned before, with the gradient of that call."""
     return halo
 
 
@@ -76,7 +76,7 @@ def _received_forward(axis_name, *arguments):
 
 def _received_backward(axis_name, saved, d_halo):
     newest, tail, *where = saved
-    # Linear, so only the cotangent travels: the values computed again have no user.
+    # receive_halo is linear, so only cotangents are sent: the recomputed values are unused.
     receive = lambda newest, tail: receive_halo(axis_name, newest, tail, *where)  # noqa: E731
     return *jax.vjp(receive, newest, tail)[1](d_halo), None, None, None
 

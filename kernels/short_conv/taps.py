@@ -1,8 +1,8 @@
 """The short convolution's sum over taps in jax.numpy, for CPU and GPU. tpu.py has the same
 functions as TPU kernels.
 
-`reach` [B, T] int32: how many tokens back a token's own segment goes, -1 at padding. A tap counts
-where reach is at least its distance.
+`reach` [B, T] int32: how many tokens back a token's own segment reaches, -1 at padding. A tap is
+used if reach is at least its distance.
 """
 
 import jax
@@ -23,7 +23,7 @@ def forward(activation: str | None, heads: None, x, halo, weight, reach) -> jax.
 def backward(activation: str | None, heads: None, x, halo, weight, reach, d_y):
     """Gradients of x and halo, in x's dtype, and of weight, in float32.
 
-    The sum is formed again: W multiply-adds cost less than keeping it in float32.
+    The sum is recomputed: W multiply-adds cost less than keeping it in float32.
     """
     assert heads is None
     length, width = reach.shape[1], weight.shape[0]
@@ -33,7 +33,7 @@ def backward(activation: str | None, heads: None, x, halo, weight, reach, d_y):
         total = _sum_of_taps(whole, weight, reach)
         gate = jax.nn.sigmoid(total)
         d_total = d_total * gate * (1 + total * (1 - gate))
-    # Without the barrier XLA forms the sum once a tap.
+    # Without the barrier, XLA computes the sum once per tap.
     d_total = jax.lax.optimization_barrier(d_total)
     d_whole = jnp.zeros((), jnp.float32)
     for tap, factor in enumerate(_factors(weight, reach)):
@@ -60,8 +60,8 @@ def _sum_of_taps(whole, weight, reach):
 
 
 def _factors(weight, reach) -> list[jax.Array]:
-    """Each tap's weight, 0 where its position is of another segment: W times [B, T, D] when fused.
-    weight[tap] meets position t - (W - 1 - tap)."""
+    """Each tap's weight, 0 if its position is of another segment: W arrays [B, T, D], when fused.
+    weight[tap] applies to position t - (W - 1 - tap)."""
     width = weight.shape[0]
     return [
         jnp.where((reach >= width - 1 - tap)[..., None], weight[tap].astype(jnp.float32), 0)
@@ -70,10 +70,10 @@ def _factors(weight, reach) -> list[jax.Array]:
 
 
 def _weight_gradient(whole, d_total, masks, length: int):
-    """sum over rows and tokens of whole, tap by tap, times d_total: [W, D]. masks [B, T, W].
+    """Sums whole * d_total over rows and tokens, tap by tap: [W, D]. masks [B, T, W].
 
-    A loop over blocks of tokens with elementwise sums: XLA's sum over leading axes takes over ten
-    times as long on CPU.
+    Loops over blocks of tokens with elementwise sums: on CPU, XLA's sum over leading axes takes
+    more than ten times as long.
     """
     rows, width, channels = whole.shape[0], masks.shape[-1], whole.shape[2]
     block = max(1, 64 // rows)

@@ -1,16 +1,17 @@
 """The short convolution on TPU: two kernels that read and write each array once.
 
-Grid: (channels, rows, tiles of tokens). A step walks its tile in strips of STRIP tokens, forward
-from first to last, backward from last to first, so that what a strip needs of the next or the last
-one stays in registers. A shift along tokens is a load that begins some tokens earlier, in a small
-window of float32 that holds the strip and the tokens before it (backward: after it). What precedes
-a tile comes from a second, small block of the same array, before a rank's first token from `halo`.
-The backward forms the sum over taps again, and adds up the weight's gradient over rows and tiles in
-its output block. With `heads` the result is written, and its cotangent read, head by head, as the
-KDA kernels take q, k and v: in VMEM a head is so many whole lanes, so that costs nothing.
+Grid: (channels, rows, tiles of tokens). A step processes its tile in strips of STRIP tokens, from
+first to last in the forward and from last to first in the backward, so that the values that a strip
+needs from its neighbour stay in registers. A shift along tokens is a load with an offset, from a
+small float32 window that holds the strip and the tokens before it (backward: after it). The inputs
+before a tile come from a second, small block of the same array; before a rank's first token they
+come from `halo`. The backward recomputes the sum over taps, and accumulates the weight's gradient
+over rows and tiles in its output block. With `heads` the result is written, and its cotangent read,
+head by head, as the KDA kernels take q, k and v. In VMEM a head is a whole number of lane tiles, so
+this costs nothing.
 
-A tap counts where `reach`, how many tokens back a token's own segment goes, is at least its
-distance; reach is -1 at padding, whose inputs may be anything.
+A tap is used if `reach`, the number of tokens that a token's own segment reaches back, is at least
+its distance. reach is -1 at padding, whose inputs may be anything.
 
 Axes: B row, T token, D channel, W tap, H head.
 """
@@ -25,11 +26,11 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.vma import varying_axes
 
 F32 = jnp.float32
-MOST_TAPS = 8  # what a strip sees of its neighbours: a tile of float32
-STRIP = 64  # tokens worked on at a time: enough that units do not wait for each other
-TILE = 512  # tokens a step
+MOST_TAPS = 8  # tokens of its neighbours that a strip sees: a float32 tile
+STRIP = 64  # tokens processed at a time: enough that units do not wait for each other
+TILE = 512  # tokens per step
 LANE = 128
-LANES = 512  # channels a step; the widest of 512, 256, 128 that divides D and fits the heads
+LANES = 512  # channels per step; the largest of 512, 256, 128 that divides D and fits the heads
 
 
 def forward(activation: str | None, heads: int | None, x, halo, weight, reach) -> jax.Array:
@@ -81,8 +82,8 @@ def backward(activation: str | None, heads: int | None, x, halo, weight, reach, 
 
 
 class _Call:
-    """Operands and blocks of a call. Channels become whole lanes, tokens need not be whole tiles:
-    what follows the last one has reach -1."""
+    """Operands and blocks of a call. Channels are padded to whole lanes. Tokens need not fill the
+    last tile: the positions after them have reach -1."""
 
     def __init__(self, heads, x, halo, weight, reach):
         self.x, weight = _wide(x), _wide(weight.astype(F32))
@@ -103,7 +104,7 @@ class _Call:
         self.operands = (self.x, self.x, halo, weight, reach, reach)
 
     def in_specs(self, place):
-        """place: the tile of tokens that the grid's step t works on."""
+        """place: maps the grid's step t to its tile of tokens."""
 
         def before(t):
             return jnp.maximum(place(t) * (self.tile // STRIP) - 1, 0)
@@ -142,20 +143,20 @@ class _Call:
 
 
 def _wide(x):
-    """The same with whole lanes of channels."""
+    """x with its channels padded to whole lanes."""
     extra = -x.shape[-1] % LANE
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)]) if extra else x
 
 
 class _Masks:
-    """Where a tap counts, for the tokens of `reach` [n, 1]; worked out once for all channels."""
+    """Masks of taps for the tokens of `reach` [n, 1], computed once for all channels."""
 
     def __init__(self, reach, taps: int):
         wide = jnp.broadcast_to(reach.astype(jnp.int32), (reach.shape[0], LANE))
         self._from = [wide >= j for j in range(taps)]
 
     def keep(self, distance: int, x):
-        """x [n, LANE] where the tap of this distance counts, else 0; distance 0: not padding."""
+        """x [n, LANE] where the tap of this distance is used, else 0; distance 0: not padding."""
         return jnp.where(self._from[distance], x, 0.0)
 
 
@@ -164,7 +165,7 @@ def _columns(lanes: int) -> list[slice]:
 
 
 def _head_columns(block) -> list[tuple[int, slice]]:
-    """The same lanes in a block of heads [1, H, T, size]: (head, lanes)."""
+    """The same columns in a block of heads [1, H, T, size], as (head, lanes)."""
     _, heads, _, size = block.shape
     return [(head, column) for head in range(heads) for column in _columns(size)]
 
@@ -174,7 +175,7 @@ def _at(i):
 
 
 def _preceding(first, before, halo, reach_before, columns):
-    """The inputs before a tile, MOST_TAPS of them; first: it is the rank's first tile."""
+    """The MOST_TAPS inputs before a tile; first: whether it is the rank's first tile."""
     masks = _Masks(reach_before[0], 1)
     return tuple(
         jnp.where(first, halo[0, :, c].astype(F32), masks.keep(0, before[0, :, c].astype(F32)))[
@@ -185,8 +186,8 @@ def _preceding(first, before, halo, reach_before, columns):
 
 
 def _shifts(window, preceding, own, taps: int) -> list[jax.Array]:
-    """The inputs 0, 1, .. taps - 1 tokens back. They go through `window`, memory of [MOST_TAPS +
-    STRIP, LANE]: a load may begin at any token, while a rotation takes the unit that is short."""
+    """The inputs 0, 1, .. taps - 1 tokens back, loaded from `window` [MOST_TAPS + STRIP, LANE]. A
+    load may begin at any token; a rotation would occupy the vector unit, the bottleneck."""
     window[:MOST_TAPS] = preceding
     window[MOST_TAPS:] = own
     back = [window[pl.ds(MOST_TAPS - j, own.shape[0])] for j in range(1, taps)]
@@ -289,7 +290,7 @@ def _backward_kernel(
 
 
 def _fold(total, shifted, share):
-    """Adds a strip's products [STRIP, LANE] to a sum that is spread over MOST_TAPS sublanes."""
+    """Adds a strip's products [STRIP, LANE] to a sum kept in MOST_TAPS sublanes."""
     x = shifted * share
     for n in range(0, x.shape[0], MOST_TAPS):
         total += x[n : n + MOST_TAPS]
@@ -297,8 +298,9 @@ def _fold(total, shifted, share):
 
 
 def _sum_of_shares(window, weight, shares, following):
-    """What tokens get from the sums that see them, themselves and those after them: by distance,
-    the sums' gradients where that tap counts, of these tokens and of the MOST_TAPS after."""
+    """Gradients of tokens from the sums in which they occur, their own and those of later tokens.
+    shares and following hold by distance the sums' gradients, masked by the use of that tap, of
+    these tokens and of the next MOST_TAPS."""
     result = weight[0] * shares[0]
     for j in range(1, len(weight)):
         length = shares[j].shape[0]

@@ -1,4 +1,4 @@
-""" "kda", flash-linear-attention's layout."""
+"""The format "kda": flash-linear-attention's layout."""
 
 from model.config import ModelConfig
 from model.convert.formats import (

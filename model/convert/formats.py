@@ -98,8 +98,7 @@ def tensors(fmt: Format, cfg: ModelConfig) -> Iterator[Tensor]:
     """
     vocabulary = _vocabulary(cfg.vocab_size, transposed=False)
     yield Tensor(fmt.embedding, "embedding", None, vocabulary)
-    for layer in range(cfg.layers):
-        repeat, position = divmod(layer, len(cfg.mixers))
+    for layer, (position, repeat) in enumerate(cfg.places):
         path = f"blocks/{position}"
         for ours, (theirs, layout) in fmt.norms.items():
             yield Tensor(f"model.layers.{layer}.{theirs}", f"{path}/{ours}", repeat, layout)

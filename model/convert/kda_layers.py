@@ -1,4 +1,4 @@
-"""What the formats' KDA and SwiGLU layers have in common: names, and options that they lack."""
+"""Names that the formats' KDA and SwiGLU layers share, and checks for options that they lack."""
 
 from model.config import ModelConfig
 from model.convert.formats import FLAT, SAME, TAPS, TRANSPOSED, ConvertError, Names
@@ -15,7 +15,7 @@ SWIGLU_NAMES: Names = {name: (f"{name}_proj.weight", TRANSPOSED) for name in ("g
 
 
 def check_kda(fmt: str, cfg: ModelConfig, sizes: tuple[str, ...]) -> None:
-    """Refuses KDA options that a format lacks. sizes: options that it has as one.
+    """Refuses KDA options that a format lacks. sizes: options that it combines into one.
 
     Raises:
         ConvertError: naming the option.

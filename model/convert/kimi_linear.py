@@ -36,7 +36,7 @@ _KINDS = {"linear_attention": "kda", "full_attention": "mla"}  # of layer_types
 
 
 def _config(cfg: ModelConfig) -> Json:
-    mixers = cfg.mixers * cfg.num_repeats
+    mixers = [cfg.mixers[position] for position, _ in cfg.places]
     if "kda" in mixers:
         check_kda("kimi_linear", cfg, ("key_dim", "value_dim", "gate_rank"))
     numbers = {name: [i + 1 for i, m in enumerate(mixers) if m == name] for name in ("kda", "mla")}

@@ -14,10 +14,11 @@ def read_config(config: Json, **options: Any) -> tuple[Format, ModelConfig]:
     """The format and the model of a config.json.
 
     Args:
-        options: of `ModelConfig`, beside or instead of what the file says (such as compute_dtype).
+        options: of `ModelConfig`, in addition to those of the file or overriding them (such as
+            compute_dtype).
 
     Raises:
-        ConvertError: another model, a missing field, or something that the model lacks.
+        ConvertError: another model, a missing field, or a feature that the model lacks.
     """
     kind = config.get("model_type")
     if kind not in FORMATS:

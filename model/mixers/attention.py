@@ -1,12 +1,12 @@
 """The attention mixer: full causal attention inside segments, without positions.
 
-The baseline beside KDA, and the fourth layer of Kimi Linear's 3 : 1 pattern. Kimi Linear's own is
-multi-head latent attention; this is plain multi-head attention with grouped keys and values, which
-computes the same kind of mixing without the latent compression.
+The baseline for KDA, and the fourth layer of a 3 : 1 pattern as in Kimi Linear. Kimi Linear uses
+multi-head latent attention there; this is multi-head attention with grouped keys and values and
+without the latent compression.
 
-jit shards the projections; attention runs in one `jax.shard_map` island, rows over ("data",
-"fsdp"), tokens over "context", heads over "tensor". There each rank gathers the row's keys and
-values, and ranks exchange queries so that causality leaves them equal work (kernels/attention).
+jit shards the projections. Attention runs in one `jax.shard_map`, with rows over `ROWS`, tokens
+over "context" and heads over "tensor". Each rank gathers the row's keys and values, and ranks
+exchange queries so that they have equal work under causality (kernels/attention).
 
 Axes: B row, T token, D residual width, G key-value head, M token of the memory, d head channel.
 """
@@ -63,9 +63,9 @@ def carry_specs(cfg: ModelConfig) -> Tree:
 
 
 def init_memory(cfg: ModelConfig, rows: int, groups: int, size: int) -> Arrays:
-    """No tokens: {"k", "v": [B, G, M, d] in the compute dtype, "valid": [B, M] float32}.
+    """An empty memory: {"k", "v": [B, G, M, d] in the compute dtype, "valid": [B, M] float32}.
 
-    Tokens are in order, the last one at the end; valid is 1 where the token belongs to the last
+    Tokens are in order, the last one at the end; valid is 1 if the token belongs to the last
     segment so far, else 0. {} without cfg.carry or cfg.attention_memory.
     """
     if not (cfg.carry and cfg.attention_memory):
@@ -118,8 +118,9 @@ def forward(
     """Mixes x [B, T, D] along the tokens of each segment.
 
     Args:
-        carry: as `init_carry` makes it. A row that continues sees these keys and values, the last
-            cfg.attention_memory tokens of its first segment; without them it sees itself only.
+        carry: as returned by `init_carry`. A row that continues also sees these keys and values,
+            the last cfg.attention_memory tokens of its first segment; other rows see only
+            themselves.
 
     Returns:
         y, the carry after these tokens, no entry (keys and values are gathered again when the layer
@@ -157,8 +158,8 @@ def attend(
         out = jnp.moveaxis(out, 1, 2).reshape(*segments.index.shape, -1)
         return out, {} if end is None else _floating(end)
 
-    # The TPU kernels do not say along which axes their results vary. Every axis is named by the
-    # inputs that have a gradient and by the results, so nothing depends on that check.
+    # The TPU kernels do not declare over which axes their results vary. All differentiated inputs
+    # and all results name every axis, so nothing depends on that check.
     island = jax.shard_map(
         on_rank,
         mesh=mesh,
@@ -172,7 +173,7 @@ def attend(
 
 
 def new_carry(cfg: ModelConfig, plan: RowPlan, carry: Arrays, ends: Arrays) -> Arrays:
-    """The ends; a row of only padding keeps its carry."""
+    """The ends; a row that is all padding keeps its carry."""
 
     def merge(old: jax.Array, new: jax.Array) -> jax.Array:
         rows = plan.has_tokens.reshape(-1, *[1] * (old.ndim - 2))
@@ -182,13 +183,12 @@ def new_carry(cfg: ModelConfig, plan: RowPlan, carry: Arrays, ends: Arrays) -> A
 
 
 def _begin(plan: RowPlan, carry: Arrays) -> tuple[jax.Array, ...]:
-    """The fields of the `Memory` that each row starts with: nothing valid where it does not
-    continue."""
+    """The fields of each row's initial `Memory`; nothing is valid in rows that do not continue."""
     if not carry:
         return ()
     return carry["k"], carry["v"], (carry["valid"] > 0.5) & plan.continues[:, None]
 
 
 def _floating(memory: Memory) -> Arrays:
-    """As it is carried: floating-point numbers only, since gradients have the carry's structure."""
+    """The carried form: only floating-point numbers, since gradients have the carry's structure."""
     return {"k": memory.k, "v": memory.v, "valid": memory.valid.astype(jnp.float32)}

@@ -1,12 +1,12 @@
-"""The Kimi Delta Attention mixer, layer for layer what transformers' `kimi_linear` computes.
+"""The Kimi Delta Attention mixer; it computes the same as transformers' `kimi_linear`.
 
 x -> q, k, v projections -> causal depthwise convolution and SiLU -> KDA with l2-normalised q and k,
 a low-rank decay gate and a sigmoid beta -> RMS norm of each head, gated by a low-rank sigmoid ->
 output projection. No biases.
 
-jit shards the projections; convolution, KDA and the gated norm run in one `jax.shard_map` island,
-rows over ("data", "fsdp"), tokens over "context", heads over "tensor". Parameters start as
-flash-linear-attention's do.
+jit shards the projections; convolution, KDA and the gated norm run in one `jax.shard_map`, with
+rows over `ROWS`, tokens over "context" and heads over "tensor". Parameters are
+initialised as in flash-linear-attention.
 
 Axes: B row, T token, D residual width, H head, K key channel, V value channel, W convolution taps.
 """
@@ -113,7 +113,7 @@ def forward(
 
 
 def new_carry(cfg: ModelConfig, plan: RowPlan, carry: Arrays, ends: Arrays) -> Arrays:
-    """The ends; a row of only padding keeps its carry."""
+    """The ends; a row that is all padding keeps its carry."""
 
     def merge(old: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.where(plan.has_tokens.reshape(-1, *[1] * (old.ndim - 2)), new, old)
@@ -150,10 +150,11 @@ def flops_per_token(cfg: ModelConfig) -> float:
 
 
 def recurrence_flops(cfg: ModelConfig) -> float:
-    """Forward FLOPs a token of one layer's chunked recurrence, all heads, C tokens a chunk.
+    """Forward FLOPs per token of one layer's chunked recurrence, all heads, C tokens per chunk.
 
-    A token and head: 6 K V for the state (p S, q S, S'), 4 C K for L and Aqk, 4 C V for A and Aqk
-    times values, 2/3 C^2 for the inverse of I + L. Row length, packing and ranks do not count.
+    Per token and head: 6 K V for the state (p S, q S, S'), 4 C K for L and Aqk, 4 C V for A and Aqk
+    times values, 2/3 C^2 for the inverse of I + L. They do not depend on row length, packing or
+    ranks.
     """
     k, v, c = cfg.key_dim, cfg.value_dim, CHUNK
     return cfg.kda_heads * (6.0 * k * v + 4.0 * c * (k + v) + 2.0 / 3.0 * c * c)
@@ -173,7 +174,7 @@ def mesh_needs(cfg: ModelConfig) -> list[MeshNeed]:
 
 
 def _small_specs(cfg: ModelConfig) -> dict[str, PartitionSpec]:
-    """How the copies of small parameters are divided, by name."""
+    """Shardings of the copies of small parameters, by name."""
     tokens = PartitionSpec(TOKENS)
     specs = dict.fromkeys((f"{name}_conv" for name in STREAMS), PartitionSpec(TOKENS, None, TENSOR))
     specs |= dict.fromkeys(("a_log", "dt_bias"), PartitionSpec(TOKENS, TENSOR))
@@ -186,7 +187,8 @@ def _small_specs(cfg: ModelConfig) -> dict[str, PartitionSpec]:
 def _island(cfg: ModelConfig, mesh: Mesh, repeated: bool) -> Callable[..., tuple]:
     """Convolution, KDA and the gated norm on each rank's rows, tokens and heads.
 
-    What every rank has its own copy or share of is [1, ...] inside, [P, ...] outside.
+    Arrays of which every rank has its own copy or contribution are [1, ...] inside, [P, ...]
+    outside.
     """
     of_rank = functools.partial(jax.tree.map, lambda spec: PartitionSpec(CONTEXT, *spec))
     carries = of_rank(carry_specs(cfg))
@@ -220,7 +222,7 @@ def _island(cfg: ModelConfig, mesh: Mesh, repeated: bool) -> Callable[..., tuple
 
 
 def _begin(params: Arrays, cfg: ModelConfig, plan: RowPlan, carry: Arrays) -> Arrays:
-    """What each row's first segment starts from: the carry where it continues, else afresh."""
+    """The start states of each row's first segment: the carry if it continues, else fresh ones."""
     fresh = params["start_state"] if cfg.learned_initial_state else 0.0
     state = jnp.where(plan.continues[:, None, None, None], carry["state"], fresh)
     tails = {
@@ -233,7 +235,7 @@ def _begin(params: Arrays, cfg: ModelConfig, plan: RowPlan, carry: Arrays) -> Ar
 def _mix_local(cfg, axis_name, params, streams, decay, beta, segments, begin, entry):
     """One rank's part: streams [b, t, h * K or V], decay [b, t, h * K], beta [b, t, h].
 
-    Returns (out [b, t, h * V], the rank's share of the ends, entry).
+    Returns (out [b, t, h * V], the rank's contribution to the ends, entry).
     """
     implementation = None if cfg.kda_implementation == "auto" else cfg.kda_implementation
     streams, tails, halo = short_conv_on_rank(

@@ -4,9 +4,9 @@ x -> queries; x -> a latent, normed and expanded to each head's keys and values,
 of the keys that all heads share -> attention (model/mixers/attention.py) -> output projection. The
 shared part is the one to which other models apply a rotation, hence "rope"; here nothing does.
 
-The attention path has one head size, that of the keys, so values are padded with zeros to it: at
-Kimi Linear's sizes (192 and 128) the products with values, and carried values, cost half as much
-again. What is carried are expanded keys and values, not the latent.
+The attention implementation has a single head size, so values are padded with zeros to that of the
+keys. At Kimi Linear's sizes (192 and 128), products with values, and carried values, cost 1.5 times
+as much. The carry holds expanded keys and values, not the latent.
 
 Axes: B row, T token, D residual width, H head.
 """
@@ -23,7 +23,7 @@ from model.mixers.attention import attend, init_memory, memory_needs, memory_spe
 from model.mixers.protocol import Metrics, RowPlan
 
 READS_POSITIONS = False
-_LATENT_NORM_EPS = 1e-6  # Kimi Linear's, whatever the epsilon of its other norms
+_LATENT_NORM_EPS = 1e-6  # as in Kimi Linear, whatever the epsilon of its other norms
 
 
 def param_specs(cfg: ModelConfig) -> Specs:

@@ -34,7 +34,7 @@ class KdaOptions:
     )
     conv_kernel_size: int = option(
         4,
-        "Tokens that the causal convolution sees.",
+        "Tokens that the causal convolution covers.",
         unit="tokens",
         minimum=2,
         renamed_from=("conv_width", "conv_size"),
@@ -57,18 +57,20 @@ class KdaOptions:
     )
     learned_initial_state: bool = option(
         False,
-        "Every fresh document starts from a learned state instead of zeros.",
+        "Start each document from a learned state instead of zeros.",
         renamed_from=("learned_start_state",),
         on_resume="model",
     )
     kda_implementation: str = option(
         "auto",
-        "Kernels of KDA and its convolution; auto uses what fits the device, a name runs or fails.",
+        "Implementation of KDA and its convolution. auto chooses by device; a name runs that "
+        "one or fails.",
         choices=("auto", "mosaic_tpu", "chunked", "recurrent"),
     )
     kda_state_policy: str = option(
         "remat",
-        "What KDA keeps for its gradient. remat: inputs and chunk states. save: more, and faster.",
+        "What KDA keeps for its gradient. remat: inputs and chunk states. save: more, which is "
+        "faster.",
         choices=("remat", "save"),
     )
 
@@ -97,8 +99,8 @@ class AttentionOptions:
     )
     attention_memory: int = option(
         0,
-        "Tokens of keys and values carried to the next row; an attention layer sees them where its "
-        "first document continues. A multiple of mesh.context; 0: it sees the row only.",
+        "Tokens whose keys and values are carried to the next row, where its first document sees "
+        "them. A multiple of mesh.context. 0: attention sees only the current row.",
         unit="tokens",
         minimum=0,
         on_resume="state",
@@ -107,23 +109,23 @@ class AttentionOptions:
 
 @dataclasses.dataclass(frozen=True)
 class MlaOptions:
-    """Multi-head latent attention; attention_block and attention_memory hold for it, too."""
+    """Multi-head latent attention; attention_block and attention_memory apply to it, too."""
 
     mla_heads: int = option(
         2, "Heads of an MLA layer; a multiple of mesh.tensor.", minimum=1, on_resume="model"
     )
     mla_kv_rank: int = option(
         512,
-        "Size of the latent that holds a token's keys and values.",
+        "Size of the latent from which a token's keys and values are computed.",
         minimum=1,
         on_resume="model",
     )
     mla_nope_dim: int = option(
-        128, "Channels of a head's queries and its own keys.", minimum=1, on_resume="model"
+        128, "Channels of a head's queries and of its own keys.", minimum=1, on_resume="model"
     )
     mla_rope_dim: int = option(
         64,
-        "Further channels of queries, whose keys all heads share; not rotated.",
+        "Additional query channels, whose keys all heads share; not rotated.",
         minimum=1,
         on_resume="model",
     )

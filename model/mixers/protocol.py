@@ -14,7 +14,8 @@ from kernels.segments import Segments
 from model.axes import Arrays, MeshNeed, Specs, Tree
 from model.config import ModelConfig
 
-Metrics = dict[str, jax.Array]  # float32 scalars by name
+# By name, float32: scalars, or [ranks, ...], a share of each token rank; added after the loop.
+Metrics = dict[str, jax.Array]
 
 
 class RowPlan(NamedTuple):
@@ -58,8 +59,7 @@ class Mixer(Protocol):
 
         Args:
             params: matrices in the compute dtype, gathered over fsdp and context; the others
-                float32, as one copy a token rank [ranks, ...], divided over ("data", "fsdp",
-                "context").
+                float32, as one copy a token rank [ranks, ...], divided over `TOKENS`.
             carry: arrays that the context axis does not divide as one copy a rank, [P, ...].
             entry: None, or what this function returned for the same arguments: what messages
                 brought to each context rank [P, ...]. None are then sent; see layer_loop.py.

@@ -1,6 +1,7 @@
-"""Mixers by the names that config.model.pattern uses."""
+"""Mixers by the names that config.model.pattern, prefix and suffix use."""
 
-from model.config import ModelConfig
+from typing import Protocol
+
 from model.mixers import attention, kda, mla
 from model.mixers.protocol import Mixer
 from options import wrong
@@ -12,24 +13,34 @@ MIXERS: dict[str, Mixer] = {
 }
 
 
-def mixers_named(names: str) -> tuple[Mixer, ...]:
-    """The mixers of a pattern, in order.
+class Patterns(Protocol):
+    """The names of a model's mixers: a `ModelConfig`, or config.model."""
+
+    @property
+    def prefix(self) -> str: ...
+    @property
+    def pattern(self) -> str: ...
+    @property
+    def suffix(self) -> str: ...
+
+
+def mixers_of(model: Patterns) -> tuple[Mixer, ...]:
+    """The mixers of prefix, pattern and suffix, in order, one a position.
 
     Raises:
-        OptionError: config.model.pattern names one that does not exist.
+        OptionError: an option names one that does not exist.
     """
-    listed = names.replace(",", " ").split()
-    if any(name not in MIXERS for name in listed):
-        needs = "names of " + ", ".join(MIXERS)
-        raise wrong("config.model.pattern", names, needs, next(iter(MIXERS)))
-    return tuple(MIXERS[name] for name in listed)
+    found: list[Mixer] = []
+    for option in ("prefix", "pattern", "suffix"):
+        names = getattr(model, option)
+        listed = names.replace(",", " ").split()
+        if any(name not in MIXERS for name in listed):
+            needs = "names of " + ", ".join(MIXERS)
+            raise wrong(f"config.model.{option}", names, needs, next(iter(MIXERS)))
+        found += [MIXERS[name] for name in listed]
+    return tuple(found)
 
 
-def mixers_of(cfg: ModelConfig) -> tuple[Mixer, ...]:
-    """The mixers of one repeat, in order; see `mixers_named`."""
-    return mixers_named(cfg.pattern)
-
-
-def reads_positions(names: str) -> bool:
-    """Whether a mixer of a pattern needs each token's place in its document on the device."""
-    return any(mixer.READS_POSITIONS for mixer in mixers_named(names))
+def reads_positions(model: Patterns) -> bool:
+    """Whether a mixer of a model needs each token's place in its document on the device."""
+    return any(mixer.READS_POSITIONS for mixer in mixers_of(model))

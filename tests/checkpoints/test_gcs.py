@@ -1,6 +1,6 @@
-"""Checkpoints in a bucket: what a local folder has no counterpart of, and whole runs.
+"""Checkpoints in a bucket: behaviour without a counterpart in a local folder, and whole runs.
 
-What holds in both alike: test_manager.py.
+test_manager.py tests what holds for both.
 """
 
 import contextlib
@@ -107,7 +107,7 @@ def test_a_service_that_is_away_for_a_moment_is_waited_for(gcs, place, lines, at
 
 @pytest.mark.parametrize("at", ["/2/record/metadata", "/2/state/d/", "/2/state/manifest"])
 def test_a_step_that_cannot_be_reached_is_not_passed_over(gcs, place, lines, at):
-    """It may be whole: going on from the one before would throw work away."""
+    """It may be complete: continuing from the previous step would lose work."""
     manager = saved(place, lines, 1, 2)
     gcs.fault = refuse("GET", at)
     with pytest.raises(CheckpointError, match=rf"^{place}/2: cannot be read \(.*try again"):
@@ -146,7 +146,7 @@ def test_what_another_process_writes_is_seen(gcs, place, lines):
 
 
 def test_a_step_whose_tidying_was_interrupted_is_tidied(gcs, place, lines):
-    """Some of its objects are gone already, its commit mark is not."""
+    """Some of its objects are already deleted, but not its commit mark."""
     bucket, best = place.split("/")[2], Retention(last=1, best=1)
     manager = Manager(place, best, lines.append)
     for step, score in ((1, 0.1), (2, 0.2)):
@@ -190,7 +190,7 @@ def test_a_run_killed_in_a_save_to_a_bucket_loses_nothing(gcs, place, tmp_path):
     gcs.fault = lambda request: None
     assert marked(gcs, place) == [5] and gcs.names(place.split("/")[2], "run/10/record/metadata")
     done = train(tmp_path / "bucket", *arguments)
-    assert f"passed over {place}/10: its save was interrupted" in done.stdout
+    assert f"skipped {place}/10: its save was interrupted" in done.stdout
     assert f"resumed from step 5 of {place}" in done.stdout
     assert f"step 20 is saved in {place}" in done.stdout
     train(tmp_path / "local", MESH, "--config.checkpoint.every=5")
@@ -250,7 +250,7 @@ def test_another_run_begins_with_the_parameters_in_a_bucket(place, tmp_path):
 
 
 def one_line(text: str) -> bool:
-    """Apart from what TensorStore says of the test's credentials."""
+    """Except for TensorStore's lines about the test's credentials."""
     return len([line for line in text.splitlines() if "GOOGLE_AUTH_TOKEN" not in line]) == 1
 
 
@@ -322,7 +322,7 @@ def test_a_renewal_whose_answer_was_lost_is_still_ours(gcs, place):
 
 
 def test_of_two_that_start_at_one_moment_one_gets_the_lease(place, monkeypatch):
-    """Both have read that there is no lease before either writes."""
+    """Both read that there is no lease before either writes one."""
     read, both = Lease._read, threading.Barrier(2)
 
     def together(self):

@@ -1,6 +1,6 @@
-"""Checkpoints: what comes back, what is refused, and that nothing whole is ever lost.
+"""Checkpoints: what is restored, what is refused, and that no complete step is ever lost.
 
-In a local folder and, by a server on localhost, in a bucket; what only a bucket does: test_gcs.py.
+In a local folder and, with a server on localhost, in a bucket; test_gcs.py tests buckets only.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def lines():
 
 @pytest.fixture(params=["local", pytest.param("bucket", marks=pytest.mark.slow)])
 def folder(request, tmp_path):
-    """Where a test's checkpoints lie."""
+    """The folder of a test's checkpoints."""
     if request.param == "local":
         return epath.Path(tmp_path) / "ck"
     return epath.Path(f"gs://{request.getfixturevalue('bucket')}/runs/ck")
@@ -108,7 +108,7 @@ def test_arrays_come_back_on_any_number_of_devices(open_manager, devices):
 
 
 def test_a_donated_state_is_saved_as_it_was(open_manager):
-    """The arrays are given up and overwritten while they are being written."""
+    """The arrays are donated and overwritten while they are being written."""
     manager = open_manager()
     grow = jax.jit(lambda x: jax.tree.map(lambda y: y + 1, x), donate_argnums=0)
     state = arrays()
@@ -184,7 +184,7 @@ def test_a_damaged_array_stops_in_one_line_and_changes_nothing(open_manager, fol
 
 
 def test_whole_arrays_that_are_not_those_saved_are_damage(open_manager, folder):
-    """Files of another step, each of them intact: the digests alone can tell."""
+    """Files of another step, each of them intact: only the digests show it."""
     saved(open_manager, 3, 6).close()
     (folder / "6" / "state").rmtree()
     for path in tree(folder / "3" / "state"):
@@ -200,7 +200,7 @@ def test_a_damaged_step_can_be_passed_over_and_saved_again(open_manager, folder,
     flip(files(folder / "6")[0], 0.5)
     manager = open_manager()
     assert manager.restore_latest(want(arrays()), "skip").step == 3
-    assert len(lines) == 1 and "passed over" in lines[0] and "/6: damaged" in lines[0]
+    assert len(lines) == 1 and "skipped" in lines[0] and "/6: damaged" in lines[0]
     manager.move_broken(3)
     manager.save(6, arrays(seed=6), {})
     manager.wait()
@@ -239,7 +239,7 @@ def test_an_interrupted_save_is_named_and_tidied(open_manager, folder, lines):
 def test_no_whole_step_is_an_error_not_a_new_start(open_manager, folder):
     saved(open_manager, 3).close()
     (folder / "3" / "state" / "manifest.ocdbt").unlink()
-    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is whole"):
+    with pytest.raises(CheckpointError, match="none of its 1 checkpoints is usable"):
         open_manager().restore_latest(want(arrays()), "stop")
 
 
@@ -413,7 +413,7 @@ def test_an_index_of_many_nodes_is_walked(tmp_path):
 
 @pytest.mark.parametrize("folder", ["local"], indirect=True)
 def test_a_folder_that_cannot_be_saved_to_is_refused_before_step_1(folder, lines, monkeypatch):
-    """What is read is not what was written, as where a library misreads a name."""
+    """What is read is not what was written, as if a library misreads a name."""
     monkeypatch.setattr(ocp.CheckpointManager, "item_metadata", lambda self, step: {"state": {}})
     with pytest.raises(CheckpointError, match=r"/ck: cannot save there"):
         Manager(str(folder), KEEP, lines.append)

@@ -1,4 +1,4 @@
-"""Folders of safetensors: what is written is read, and what is damaged is one line."""
+"""Folders of safetensors: what is written can be read, and damage is a one-line error."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What data files, tokenizers and checkpoints contain is never executed; pickles are refused."""
+"""Contents of data files, tokenizers and checkpoints are never executed; pickles are refused."""
 
 import ast
 import contextlib
@@ -24,7 +24,7 @@ EXECUTES = {"eval", "exec", "compile", "__import__"}
 
 @dataclasses.dataclass
 class Bomb:
-    """Whoever unpickles it makes a file."""
+    """Unpickling it creates a file."""
 
     mark: str
 
@@ -34,7 +34,7 @@ class Bomb:
 
 @pytest.fixture
 def bomb(tmp_path):
-    """(the bytes of a pickle, the file that is there once it was executed)."""
+    """(the bytes of a pickle, the file that exists if it was executed)."""
     mark = tmp_path / "executed"
     content = pickle.dumps(Bomb(str(mark)))
     pickle.loads(content)

@@ -17,7 +17,7 @@ SMOKE = "configs/smoke.py"
 
 
 def parse(*arguments, config=SMOKE):
-    """The config that a command line gives, in a fresh interpreter's state of flags."""
+    """The config for a command line, with flags as in a fresh interpreter."""
     for name in [name for name in flags._FLAGS if name.startswith("config")]:
         delattr(flags._FLAGS, name)
     flags._FLAGS.unparse_flags()
@@ -85,7 +85,7 @@ def test_the_last_of_two_values_counts():
     assert parse("--config.train.steps=7", "--config.train.steps=8").train.steps == 8
 
 
-# What is given; what the line must name; what it must advise.
+# What is given; what the message must name; what it must advise.
 MISTAKES = [
     (["--config.train.stesp=20"], "config.train.stesp", "config.train.steps"),
     (["--config.trian.steps=20"], "config.trian.steps", "config.train.steps"),
@@ -183,8 +183,8 @@ def test_a_broken_config_file_is_one_line(tmp_path):
     ("line", "message"),
     [
         ("config.train.stesp = 2", r"config\.train\.stesp: there is no such.*train\.steps"),
-        ("config.trian = config.train", r"config\.trian: needs to be one of the groups"),
-        ("del config['eval']", r"config\.eval: needs to be one of the groups"),
+        ("config.trian = config.train", r"config\.trian: needs to be one of the option groups"),
+        ("del config['eval']", r"config\.eval: needs to be one of the option groups"),
         ("del config.eval['every']", r"config\.eval\.every: is missing; .* try 200"),
         ("config.train.steps = None", r"config\.train\.steps=None: needs a value of type int"),
     ],
@@ -220,7 +220,7 @@ def test_help_shows_every_option_with_default_and_constraint(capsys):
 
 
 def test_every_option_is_read():
-    """Somewhere beside its declaration the product says `.name`, or its text in quotes."""
+    """Outside its declaration the product contains `.name`, or the name in quotes."""
     root = pathlib.Path(base.__file__).parents[1]
     rooms = ("configs", "data", "model", "training", "checkpoints", "kernels")
     declarations = {"options.py", "config.py"}
@@ -267,7 +267,7 @@ def test_devices_that_are_not_there_are_one_line(tmp_path):
 
 
 def test_home_is_expanded_in_paths(monkeypatch):
-    """A shell leaves --name=~/folder as it is."""
+    """A shell does not expand --name=~/folder."""
     monkeypatch.setenv("HOME", "/home/me")
     arguments = ["--workdir=~/run", "--init_from=~/old", "--config.checkpoint.directory=~/ck"]
     config = parse(*arguments, "--config.data.tokenizer=~/t.json")

@@ -1,4 +1,4 @@
-"""Document sources: what is read, what is held out, what is refused, in every format."""
+"""Document sources: what is read, held out and refused, in every format."""
 
 import gc
 import json
@@ -88,7 +88,7 @@ def test_documents_for_evaluation_may_stand_elsewhere(kind, tmp_path):
 
 
 def test_the_standard_library_without_its_tests():
-    """Against the folder as pathlib sees it."""
+    """Compared with the folder as pathlib sees it."""
     root = Path(sysconfig.get_path("stdlib"))
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     expected = {
@@ -137,7 +137,7 @@ def test_a_single_line_is_not_cut_inside_a_character(tmp_path):
 
 @pytest.mark.parametrize("limit", [200, 10_000])
 def test_long_documents_are_read_in_parts(tmp_path, monkeypatch, limit):
-    """From any place, as bytes are indexed; sent to a worker as well."""
+    """Indexed like bytes, at any position; also after pickling."""
     monkeypatch.setattr(reader, "LONG_BYTES", limit)
     content = b"".join(b"line %d\n" % i for i in range(100))
     (tmp_path / "long.txt").write_bytes(content)
@@ -162,7 +162,7 @@ def test_hidden_files_are_left_alone(tmp_path):
 
 @pytest.mark.parametrize("relative", ["corpus", "./corpus", ".//corpus/", "corpus/.", "."])
 def test_a_circle_is_found_in_its_first_round(tmp_path, monkeypatch, relative):
-    """However the path is written."""
+    """For every spelling of the path."""
     corpus = tmp_path / "corpus"
     (corpus / "folder").mkdir(parents=True)
     (corpus / "folder" / "circle").symlink_to(corpus)
@@ -188,7 +188,7 @@ def test_links_to_folders_are_followed_and_circles_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
 def test_what_cannot_be_read_is_told_before_anything_is(kind, tmp_path, monkeypatch):
-    """Links to nowhere, pipes (which would be waited for), and what permissions forbid."""
+    """Dangling links, pipes (on which a read would block), and files without permission."""
     suffix = ".jsonl" if kind == "jsonl" else ".txt"
     for name in "ab":
         (tmp_path / f"{name}{suffix}").write_bytes(b'{"text": "hello"}\n' * 3)
@@ -216,7 +216,7 @@ def test_a_folder_that_cannot_be_listed_is_told(tmp_path, monkeypatch):
 @pytest.mark.parametrize("end", [".gz", ".zst", ".xz", ".bz2"])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_compressed_files_are_refused(kind, end, tmp_path):
-    """Next to others, where they would be left out or read as they are, and on their own."""
+    """Next to others, where they would be skipped or read as text, and alone."""
     path = Path(write(kind, tmp_path, TEXTS))
     folder = path if path.is_dir() else path.parent
     suffix = ".txt" if kind == "text" else f".{kind}"
@@ -236,7 +236,7 @@ def test_compressed_files_are_refused(kind, end, tmp_path):
 
 
 def test_an_evaluation_without_text_is_refused(tmp_path):
-    """Its loss would be 0, and the best of all checkpoints'."""
+    """Its loss would be 0, which would make that checkpoint the best."""
     (tmp_path / "train.jsonl").write_text('{"text": "hello"}\n' * 9)
     (tmp_path / "eval.jsonl").write_text('{"text": ""}\n' * 9)
     train, evaluation = str(tmp_path / "train.jsonl"), str(tmp_path / "eval.jsonl")
@@ -247,7 +247,7 @@ def test_an_evaluation_without_text_is_refused(tmp_path):
 
 
 def test_broken_lines_of_json(tmp_path):
-    """Broken records are marked, not fatal; blank lines are none; bad bytes are kept."""
+    """Broken records are marked, not fatal; blank lines are skipped; bad bytes are kept."""
     lines = [
         b'{"text": "whole"}',
         b'{"text": "half',
@@ -307,7 +307,7 @@ def test_parquet_columns(tmp_path, monkeypatch):
 
 
 def test_little_is_still_split(tmp_path):
-    """Both splits get a document however few there are and whatever their hashes."""
+    """Both splits get a document, however few documents there are and whatever their hashes."""
     for count in range(2, 8):
         for share in (0.001, 0.999):
             folder = tmp_path / f"{count} {share}"
@@ -350,7 +350,7 @@ def test_nothing_to_read(kind, tmp_path):
 
 
 def test_lines_are_found_once_for_both_splits(tmp_path, monkeypatch):
-    """And again once the files have changed, or nothing that was found is in use."""
+    """They are read again if they have changed, or if no reader is in use any more."""
     find, found = jsonl.find_lines, []
     monkeypatch.setattr(jsonl, "find_lines", lambda *file: found.append(file) or find(*file))
     config = DataConfig(source="jsonl", path=write("jsonl", tmp_path, TEXTS))

@@ -1,4 +1,4 @@
-"""What a tokenizer's library may do wrong: other ids each time, ids of specials, panics."""
+"""Faults of tokenizer libraries: ids that vary between calls, ids of special tokens, panics."""
 
 import base64
 import json
@@ -67,7 +67,7 @@ def added() -> tokenizers.Tokenizer:
 
 
 def merged() -> tokenizers.Tokenizer:
-    """Merges that lead to the token, as of a model trained on texts with it."""
+    """Merges that produce the token, as in a model trained on texts that contain it."""
     names = ["[UNK]", *"</s>omea ", "</", "s>", EOS]
     merges = [("<", "/"), ("s", ">"), ("</", "s>")]
     vocabulary = {name: number for number, name in enumerate(names)}
@@ -85,7 +85,7 @@ SPELLING = [added, merged, unigram, word_piece, lower_case, lambda: words(EOS)]
 
 @pytest.mark.parametrize("make", SPELLING)
 def test_text_never_gives_the_end_of_a_document(make, tmp_path):
-    """Wherever a text spells the token: the bytes still add up, and the rest is as without it."""
+    """Wherever a text spells the token, byte counts stay correct and the rest is unchanged."""
     tokenizer = make_tokenizer(save(make(), tmp_path), eos_token=EOS)
     library = tokenizers.Tokenizer.from_file(tokenizer.name)
     assert tokenizer.eos_id in library.encode(EOS).ids, "else there is nothing to prevent"
@@ -120,7 +120,7 @@ def test_an_end_that_is_the_unknown_token_is_refused(tmp_path, option):
 
 
 def test_a_sentencepiece_end_that_text_spells(tmp_path):
-    """Its own end is a control piece; one that a user defined is a piece of text."""
+    """The model's own end is a control piece; a user-defined one is a piece of text."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(LINES),
         model_prefix=str(tmp_path / "m"),
@@ -149,7 +149,7 @@ def test_dropout_is_off_also_in_a_worker(tmp_path):
 
 
 def test_a_tokenizer_that_changes_its_mind_is_refused(tmp_path, monkeypatch):
-    """By whatever option of its library: here a dropout that stays on."""
+    """For whatever reason; here a dropout that stays on."""
     library = byte_level()
     library.model.dropout = 0.5
     path = save(library, tmp_path)

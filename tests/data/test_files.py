@@ -1,4 +1,4 @@
-"""Files that change: told apart by content at a resume, noticed when they are read in a run."""
+"""Files that change: identified by content on resume, detected by reads during a run."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ TERABYTE = 10**12
 
 
 def rewrite(path: Path, at: float = 0.5) -> None:
-    """Changes one letter at equal size."""
+    """Changes one letter without changing the size."""
     content = bytearray(path.read_bytes())
     place = int(len(content) * at)
     content[place] ^= 1
@@ -118,7 +118,7 @@ def test_what_is_read_for_a_fingerprint_is_bounded(sizes):
     read = sum(stop - start for _, start, stop in spans)
     if sum(sizes) < files.SAMPLES * files.SAMPLE_BYTES and len(sizes) < files.SAMPLES:
         assert read == sum(sizes)
-    # Any part of one per cent of the corpus is read in some place.
+    # Some block is read in every part of one per cent of the corpus.
     ends = np.cumsum([0, *sizes])
     starts = np.sort([ends[number] + start for number, start, _ in spans])
     if sum(sizes) > TERABYTE // 2:
@@ -127,7 +127,7 @@ def test_what_is_read_for_a_fingerprint_is_bounded(sizes):
 
 
 def cut(path: Path) -> None:
-    """With the time of before, as a copy that keeps times has."""
+    """With the old modification time, as after a copy that preserves times."""
     status = path.stat()
     os.truncate(path, status.st_size // 2)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -143,7 +143,7 @@ def grow(path: Path) -> None:
 @pytest.mark.parametrize("how", [cut, rewrite, grow])
 @pytest.mark.parametrize("kind", [*FORMATS, "long text"])
 def test_a_file_that_changes_during_a_run_is_noticed(kind, how, tmp_path, monkeypatch):
-    """In one line that names it. A mapped one would end this process by SIGBUS."""
+    """With one line that names it. A memory-mapped file would end this process by SIGBUS."""
     if kind == "long text":
         monkeypatch.setattr(reader, "LONG_BYTES", 10)
     kind = kind.split()[-1]

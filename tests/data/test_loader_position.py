@@ -167,7 +167,7 @@ def test_going_on_with_other_rows_loses_nothing(config):
         assert line.startswith(
             "config.data.global_batch_size: the saved data position is for 4, this run has 2"
         )
-        assert "assigned anew to 2 rows" in line and "\n" not in line
+        assert "reassigned to 2 rows" in line and "\n" not in line
         made += take(source, 5)
         assert not np.any(made[6]["continues"])
         state = source.state()

@@ -1,4 +1,4 @@
-"""Streamed text is the text, and never half a character."""
+"""Streamed text equals the text, and never shows a partial character."""
 
 import pytest
 
@@ -13,7 +13,7 @@ class Bytes:
 
 
 class Words:
-    """Every token but the first has a blank before it, as SentencePiece's have."""
+    """Every token except the first is preceded by a space, as with SentencePiece."""
 
     def decode(self, ids):
         return " ".join(f"w{i}" for i in ids)

@@ -1,4 +1,4 @@
-"""Tokenizers: ids that decode back, and bytes that add up. Models are trained on the spot."""
+"""Tokenizers: ids decode back, and byte counts are right. Models are trained in the tests."""
 
 import json
 import pickle
@@ -19,7 +19,7 @@ LINES = [
     "Straße, naïve café, 漢字 and 🎉 are in one line",
     "    indented\tlines, with  two  spaces and a new\nline",
 ] * 20
-# Text as it comes: any characters, and bytes that are none.
+# Arbitrary text: any characters, and bytes that are not characters.
 TEXTS = st.one_of(
     st.text(max_size=60).map(lambda text: text.encode("utf-8", "replace")),
     st.text(alphabet="aé漢🎉 \n\t<>s/", max_size=40).map(str.encode),
@@ -116,7 +116,7 @@ def test_ids_spell_the_text(files):
 
 
 def test_bytes_stand_where_the_text_does(files):
-    """Each token's bytes are its own text's, not only right in sum."""
+    """Each token's bytes are those of its own text, not only correct in sum."""
     text = b"return text, two  lines\n    new"
     model = tokenizers.Tokenizer.from_file(files["byte_level"])
     ids, nbytes = make_tokenizer(files["byte_level"]).encode(text)

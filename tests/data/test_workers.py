@@ -46,7 +46,7 @@ def test_items_come_in_turn_from_processes_of_their_own():
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 @pytest.mark.parametrize("moment", ["at once", "made ahead", "in an item", "in a large item"])
 def test_a_worker_that_dies_is_noticed_within_seconds(moment, number):
-    """Before it has read its work, with its items waiting, and amid writing one."""
+    """Before it has read its work, while its items wait, and while it writes one."""
     size = 50_000_000 if moment == "in a large item" else 1
     works = [functools.partial(count, 0, 1, size), slow if moment == "in an item" else count_small]
     workers = Workers(works, ahead=5)

@@ -1,4 +1,4 @@
-"""Makes kimi_hybrid.npz: what transformers' `kimi_linear` computes with a KDA and an MLA layer.
+"""Makes kimi_hybrid.npz: results of transformers' `kimi_linear` with a KDA and an MLA layer.
 
     python3.12 -m venv /tmp/hf && /tmp/hf/bin/pip install torch==2.13.0 transformers==5.24.0
     /tmp/hf/bin/python tests/golden/make_kimi_hybrid.py

@@ -1,11 +1,11 @@
-"""Makes kimi_linear.npz: what transformers' `kimi_linear` computes with small random weights.
+"""Makes kimi_linear.npz: results of transformers' `kimi_linear` with small random weights.
 
     python3.11 -m venv /tmp/hf && /tmp/hf/bin/pip install torch==2.13.0 transformers==5.24.0
     /tmp/hf/bin/python tests/golden/make_kimi_linear.py
 
-The model's own code runs with its casts to float32 lifted to float64, so that the file holds what
-the formulas say, to the last digit of float32. Names are the model's own: "w:" a weight,
-"g:" the loss's gradient with respect to it; two rows of 70 tokens (more than a chunk, no multiple).
+The model's own code runs with its casts to float32 replaced by float64, so the results are exact to
+the last digit of float32. Names are the model's own: "w:" is a weight, "g:" the loss's gradient
+with respect to it; two rows of 70 tokens (more than a chunk, and not a multiple of it).
 """
 
 import pathlib
@@ -20,7 +20,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 def in_float64(module: types.ModuleType) -> types.ModuleType:
-    """The module's code again, every float32 in it a float64."""
+    """A copy of the module's code in which every float32 is a float64."""
     source = pathlib.Path(module.__file__).read_text()
     source = source.replace("torch.float32", "torch.float64").replace(".float()", ".double()")
     lifted = types.ModuleType(module.__name__)

@@ -1,6 +1,5 @@
 """Attention against the whole matrix of scores in float64: values, gradients, carried keys."""
 
-import dataclasses
 import functools
 import math
 import re
@@ -11,29 +10,18 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from kernels.accuracy import ATTENTION_BFLOAT16
 from kernels.attention import Memory, attention, attention_reference
+from kernels.attention.cases import Case, make_inputs, oracle, step_of
 from kernels.attention.ranks import balance, line_of, pieces, restore
+from kernels.cases import number
 from kernels.segments import plan_segments
 from tests.compiling import interpreted
 from tests.model_cases import make_mesh, row, worst_error
-from tests.tolerances import ATTENTION_BFLOAT16, MODEL_FLOAT32
+from tests.tolerances import MODEL_FLOAT32
 
 KEYS = P(None, None, "context")
 TOKENS = P(None, "context")
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """segments: ids of each row. heads: (H, G). memory: tokens before the row, 0 for none."""
-
-    segments: tuple[np.ndarray, ...]
-    heads: tuple[int, int]
-    size: int = 8
-    memory: int = 0
-
-    @property
-    def ids(self) -> np.ndarray:
-        return np.stack(self.segments)
 
 
 T = 48
@@ -49,6 +37,8 @@ CASES = {
     "one key for three": Case(ROWS, (3, 1)),
     "memory": Case((*ROWS, *WHOLE), (4, 2), memory=20),
     "long memory": Case((*ROWS, *WHOLE), (2, 1), memory=4 * T),
+    "one token": Case((row((1, 1)), row((0, 1)), row((3, 1))), (4, 2), memory=20),
+    "one token alone": Case((row((1, 1)), row((0, 1))), (3, 1)),
 }
 TPU_ROWS = (row((1, 100), (2, 500), (0, 24), (3, 400)), row((0, 300), (1, 724)))
 TPU_CASES = {
@@ -59,86 +49,21 @@ TPU_CASES = {
 }
 
 
-def order(segment_ids: np.ndarray) -> np.ndarray:
-    """Segment numbers in order of the row, -1 at padding: written apart from kernels/segments."""
-    out = np.full(segment_ids.shape, -1, np.int32)
-    for b, ids in enumerate(segment_ids):
-        known: list[int] = []
-        for t, number in enumerate(ids):
-            if number and number not in known:
-                known.append(number)
-            out[b, t] = known.index(number) if number else -1
-    return out
-
-
-def make_inputs(case: Case, dtype="float32"):
-    """q, k, v, memory's k and v, and the output's cotangent; then memory's validity."""
-    random = np.random.default_rng(0)
-    (rows, length), (heads, groups) = case.ids.shape, case.heads
-    queries, keys = (rows, heads, length, case.size), (rows, groups, length, case.size)
-    before = (rows, groups, case.memory, case.size)
-    shapes = (queries, keys, keys, before, before, queries)
-    arrays = tuple(jnp.asarray(2 * random.normal(size=shape), dtype) for shape in shapes)
-    valid = random.random((rows, case.memory)) < 0.8
-    valid[:1] = False  # a row that does not continue
-    return arrays, valid
-
-
 @functools.cache
 def expected(case_name: str, tpu: bool = False):
-    """(out, gradients) in float64, and the next memory."""
-    case = (TPU_CASES if tpu else CASES)[case_name]
-    with jax.enable_x64(True):
-        arrays, valid = make_inputs(case)
-        q, k, v, memory_k, memory_v, d_out = (jnp.asarray(np.asarray(x, "float64")) for x in arrays)
-        q_index = order(case.ids)
-        k_index = np.concatenate([np.where(valid, 0, -1), q_index], 1)
-
-        def run(q, k, v, memory_k, memory_v):
-            k, v = jnp.concatenate([memory_k, k], 2), jnp.concatenate([memory_v, v], 2)
-            return attention_reference(q, k, v, q_index, k_index)
-
-        out, pull = jax.vjp(run, q, k, v, memory_k, memory_v)
-        return jax.tree.map(np.asarray, (out, pull(d_out)))
+    """See `oracle`."""
+    return oracle((TPU_CASES if tpu else CASES)[case_name])
 
 
 def make_step(case: Case, ranks: int, block: int, implementation: str):
-    """jitted (arrays, valid) -> (out, gradients, next memory) on a mesh of `ranks`."""
-    mesh = make_mesh(context=ranks)
-    axis_name = "context" if ranks > 1 else None
-
-    def attend(q, k, v, memory_k, memory_v, valid, ids):
-        memory = Memory(memory_k, memory_v, valid) if case.memory else None
-        out, after = attention(
-            q, k, v, plan_segments(ids, axis_name),
-            memory=memory, axis_name=axis_name, block=block, implementation=implementation,
-        )  # fmt: skip
-        return out, after if case.memory else Memory(memory_k, memory_v, valid)
-
-    island = jax.shard_map(
-        attend,
-        mesh=mesh,
-        in_specs=(KEYS,) * 5 + (TOKENS,) * 2,
-        out_specs=(KEYS, Memory(KEYS, KEYS, TOKENS)),
-        check_vma=implementation != "mosaic_tpu",
-    )
-    ids = jnp.asarray(case.ids, jnp.int32)
-
-    def step(arrays, valid):
-        *arrays, d_out = arrays
-
-        def run(*arrays):
-            return island(*arrays, valid, ids)
-
-        out, pull, after = jax.vjp(run, *arrays, has_aux=True)
-        return out, pull(d_out), after
-
-    return jax.jit(step)
+    """See `step_of`; jitted, on a mesh of `ranks`."""
+    return jax.jit(step_of(case, make_mesh(context=ranks), block, implementation))
 
 
 def run(case_name: str, ranks: int, block: int, dtype="float32"):
     case = CASES[case_name]
-    return make_step(case, ranks, block, "blockwise")(*make_inputs(case, dtype))
+    name = "one_query" if case.ids.shape[1] == 1 else "blockwise"
+    return make_step(case, ranks, block, name)(*make_inputs(case, dtype))
 
 
 def test_the_reference_by_hand():
@@ -165,6 +90,8 @@ def test_the_reference_by_hand():
         ("memory", 2, 9),
         ("memory", 4, 500),
         ("long memory", 4, 16),
+        ("one token", 1, 16),
+        ("one token alone", 1, 16),
     ],
 )
 def test_values_and_gradients(name, ranks, block):
@@ -185,16 +112,24 @@ def test_bf16_keeps_its_softmax_in_float32(name, ranks):
     assert error < ATTENTION_BFLOAT16, where
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_next_memory_is_the_end_of_the_last_segment(ranks):
+def test_one_token_in_bf16():
+    """Values alone: a token that sees itself only has gradients of nothing but roundings."""
+    found = run("one token", 1, 8, "bfloat16")[0]
+    assert worst_error(found, expected("one token")[0])[0] < ATTENTION_BFLOAT16
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("memory", 1), ("memory", 2), ("memory", 4), ("one token", 1)]
+)
+def test_the_next_memory_is_the_end_of_the_last_segment(name, ranks):
     """Against a search token by token; rows without tokens have nothing valid."""
-    case = CASES["memory"]
+    case = CASES[name]
     arrays, valid = make_inputs(case)
-    after = run("memory", ranks, 16)[2]
+    after = run(name, ranks, 16)[2]
     k = np.concatenate([np.asarray(arrays[3]), np.asarray(arrays[1])], 2)
     for b, ids in enumerate(case.ids):
-        index = np.concatenate([np.where(valid[b], 0, -1), order(ids[None])[0]])
-        last = order(ids[None]).max()
+        index = np.concatenate([np.where(valid[b], 0, -1), number(ids)[0]])
+        last = number(ids)[0].max()
         kept = [t for t, number in enumerate(index) if last >= 0 and number == last]
         kept = [t for t in kept if t > kept[-1] - case.memory]
         np.testing.assert_array_equal(after.k[b][:, after.valid[b]], k[b][:, kept])

@@ -21,7 +21,7 @@ V7X, V6E, V5P, V5E = "tpu7x:2x2x1", "v6e:2x2", "v5p:2x2x1", "v5e:2x2"
 
 
 def compiled(topology, ranks, *, length=1024, heads=(4, 2), size=128, memory=0, dtype="bfloat16"):
-    """Gradient of attention with `length` tokens a rank; two rows, and memory where it is given."""
+    """Gradient of attention with `length` tokens per rank; two rows, and memory if it is given."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices[:ranks]), ("context",))
     keys, tokens = P(None, None, "context"), P(None, "context")
@@ -103,7 +103,7 @@ def test_rows_of_a_million_tokens(topology):
 
 @pytest.mark.slow
 def test_memory_is_linear_in_the_row_length():
-    """At lengths of which nothing is kept in VMEM between kernels."""
+    """At lengths at which nothing is kept in VMEM between kernels."""
     short, long = (
         compiled(V6E, 4, length=length).memory_analysis().temp_size_in_bytes
         for length in (32768, 131072)

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
+from kernels.accuracy import KDA_BOUNDS_FLOAT32
+from kernels.cases import error, ids_of
 from kernels.kda import kda
+from kernels.kda.cases import TOKENS, make_case, oracle
 from kernels.segments import plan_segments
 from kernels.select import choose
-from tests.kernels.kda_cases import TOKENS, check, error, ids_of, make_case, oracle, run
-from tests.tolerances import KDA_BOUNDS_FLOAT32, KDA_BOUNDS_ROUNDED, KDA_SAME_ORDER
+from tests.kernels.kda_cases import check, run
+from tests.tolerances import KDA_BOUNDS_ROUNDED, KDA_SAME_ORDER
 
 B, H, T, K, V = 2, 3, 10, 4, 5
 
@@ -146,7 +149,7 @@ def test_choice_follows_the_mesh():
 
 
 def test_cpu_never_loads_pallas():
-    """Neither importing the kernels nor running them on CPU."""
+    """Neither by importing the kernels nor by running them on CPU."""
     import subprocess
 
     code = (

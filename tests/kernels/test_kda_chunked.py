@@ -8,17 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels.accuracy import KDA_BOUNDS_FLOAT32
+from kernels.cases import error, ids_of
 from kernels.kda import kda
+from kernels.kda.cases import TOKENS, Case, make_case, oracle
 from kernels.kda.chunked import chunk_math, layout
 from kernels.kda.problem import CHUNK
 from kernels.segments import plan_segments
 from tests.compiling import fast_jit
-from tests.kernels.kda_cases import TOKENS, Case, check, error, ids_of, make_case, oracle, run
-from tests.tolerances import (
-    KDA_BOUNDS_FLOAT32,
-    KDA_BOUNDS_ROUNDED,
-    KDA_SAME_ORDER,
-)
+from tests.kernels.kda_cases import check, run
+from tests.tolerances import KDA_BOUNDS_ROUNDED, KDA_SAME_ORDER
 
 BOUNDS = {"float32": KDA_BOUNDS_FLOAT32, "bfloat16": KDA_BOUNDS_ROUNDED}
 # 300 tokens are 5 tiles. Segments start and end inside tiles, at tile edges (64, 128), several in
@@ -103,7 +102,7 @@ def test_several_steps_and_groups_are_one_walk(monkeypatch):
     case = make_case(PACKED, **STATES, state_policy="remat")
     wide = run(case)
     monkeypatch.setattr(layout, "STEP_CHUNKS", 1)
-    narrow = run(case, scale=16**-0.5)  # the default, given: compiled anew
+    narrow = run(case, scale=16**-0.5)  # the default, passed explicitly: compiled again
     assert error(narrow.out, wide.out) < KDA_SAME_ORDER
     assert error(narrow.final, wide.final) < KDA_SAME_ORDER
     check(narrow, _oracle_without_policy(case), KDA_BOUNDS_FLOAT32)

@@ -7,14 +7,17 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from kernels.accuracy import KDA_BOUNDS_FLOAT32
+from kernels.cases import error, ids_of
 from kernels.kda import kda, kda_on_rank
+from kernels.kda.cases import TOKENS, make_case, oracle
 from kernels.kda.chunked import layout
 from kernels.segments import plan_segments
 from tests.compiling import fast_jit, interpreted
-from tests.kernels.kda_cases import TOKENS, check, error, ids_of, make_case, oracle, run
-from tests.tolerances import KDA_BOUNDS_FLOAT32, KDA_BOUNDS_ROUNDED, KDA_SAME_ORDER
+from tests.kernels.kda_cases import check, run
+from tests.tolerances import KDA_BOUNDS_ROUNDED, KDA_SAME_ORDER
 
-# 272 tokens: pieces of 136, 68 and 34 on 2, 4 and 8 ranks, none a multiple of 64.
+# 272 tokens: parts of 136, 68 and 34 on 2, 4 and 8 ranks, none of them a multiple of 64.
 LENGTH = 272
 ROWS = {
     # One segment through all ranks; many segments in one rank; the last of them through three
@@ -55,8 +58,8 @@ def test_bfloat16_on_four_ranks(ids):
 
 
 def test_eight_ranks_agree_with_one_device():
-    """The state meets the same products in the same order; what is left is XLA's code for other
-    shapes of step, which rounds some sums elsewhere."""
+    """The state goes through the same products in the same order; the remaining differences come
+    from XLA's code for other step shapes, which rounds some sums differently."""
     ids = ids_of([(300, 1), (212, 2)], [(37, 3), (400, 4), (75, 0)])
     case = make_case(ids, heads=4, slots=1, final="last")
     one, many = run(case), run(case, ranks=8)
@@ -67,7 +70,7 @@ def test_eight_ranks_agree_with_one_device():
 
 
 def test_heads_with_different_gates():
-    """Gates 0 and -10 a token by head: no rank may use another head's."""
+    """Gates 0 and -10 per token by head: no rank may use another head's."""
     case = make_case(ROWS["long"], slots=1, final="last")
     gates = jnp.asarray([0.0, -10.0])[:, None, None]
     case.arrays["decay"] = jnp.broadcast_to(gates, case.arrays["decay"].shape)
@@ -166,7 +169,7 @@ def called_twice(case, ranks: int, implementation: str):
 @pytest.mark.parametrize("ids", [ROWS["long"], ROWS["padding"]], ids=["long", "padding"])
 @pytest.mark.parametrize("start", [False, True])
 def test_a_call_repeated_from_its_entry_states(ids, start):
-    """Output and gradients are those of the first call, bit for bit where steps have one order."""
+    """Output and gradients equal those of the first call, bit for bit if steps have one order."""
     case = make_case(ids, gate="softplus", slots=1, start=start, final="last")
     first, again = called_twice(case, 4, "chunked")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=KDA_SAME_ORDER), first, again)

@@ -1,25 +1,21 @@
 """The backward TPU kernel, interpreted on CPU, against gradients of the recurrence in float64.
 
-Unwritten memory is NaN in the interpreter and races are looked for, so anything read too early
-shows. A case costs seconds to compile: profiles that differ in their numbers only share one, and a
+In the interpreter unwritten memory is NaN and races are detected, so anything read too early is
+found. A case takes seconds to compile: profiles that differ only in their numbers share one, and a
 case covers several features at once.
 """
 
 import numpy as np
 import pytest
 
+from kernels.accuracy import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32
+from kernels.cases import ids_of
+from kernels.kda.cases import TOKENS, make_case, oracle, with_narrow_decay
 from kernels.kda.tpu import backward_kernel
 from tests.compiling import interpreted
 from tests.kernels import kda_cases
-from tests.kernels.kda_cases import (
-    TOKENS,
-    check,
-    ids_of,
-    make_case,
-    oracle,
-    with_narrow_decay,
-)  # fmt: skip
-from tests.tolerances import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32, KDA_BOUNDS_NEAR_KEYS
+from tests.kernels.kda_cases import check
+from tests.tolerances import KDA_BOUNDS_NEAR_KEYS
 
 SLOW_BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.slow)
 BOUNDS = {"float32": KDA_BOUNDS_FLOAT32, "bfloat16": KDA_BOUNDS_BFLOAT16}
@@ -56,7 +52,7 @@ def test_profiles_bfloat16(profile):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1.0, 2.0**-30])
 def test_beta_zero_keeps_its_gradient(size):
-    """v_new = beta e is all the kernel has of e: a plain 0 or an underflow would lose it."""
+    """The kernel knows e only from v_new = beta e: a plain 0 or an underflow would lose it."""
     case = case_of(ids_of([(150, 1)]), dtype="bfloat16", beta=0.0)
     case = with_narrow_decay(case)._replace(d_out=case.d_out * size)
     reference = oracle(case)
@@ -67,7 +63,7 @@ def test_beta_zero_keeps_its_gradient(size):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_packed_softplus_with_last_state(dtype):
-    """Starts inside, at the beginning of and behind tiles, padding everywhere, two rows that
+    """Starts inside, at the beginning of and after chunks, padding everywhere, two rows that
     differ."""
     ids = ids_of(
         [(3, 0), (40, 2), (21, 5), (64, 4), (10, 0), (9, 4), (25, 9)],
@@ -109,7 +105,7 @@ def test_ranks_agree_bit_for_bit():
 
 @pytest.mark.slow
 def test_ranks_without_room_in_vmem(monkeypatch):
-    """What the cotangent pass leaves to the local stage goes through HBM."""
+    """The results of the cotangent pass go to the local stage through HBM."""
     monkeypatch.setattr(backward_kernel, "fits_vmem", lambda plan: False)
     ids = ids_of([(100, 1), (28, 2), (65, 3), (63, 0)])
     case = case_of(ids, heads=4, dtype="bfloat16", scale=0.1)  # no other test compiles this scale

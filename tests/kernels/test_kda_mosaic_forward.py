@@ -1,17 +1,20 @@
 """The forward TPU kernel, interpreted on CPU, against the recurrence in float64.
 
-Unwritten memory is NaN in the interpreter and races are looked for, so anything read before it is
-written shows. Lengths are short (interpreting costs seconds a case) but cross chunk edges, and
-heads come in pairs, odd numbers and alone. Gradients are test_kda_mosaic_backward.py's.
+In the interpreter unwritten memory is NaN and races are detected, so anything read before it is
+written is found. Lengths are short (interpreting takes seconds per case) but cross chunk edges, and
+there are pairs, odd numbers and single heads. test_kda_mosaic_backward.py tests gradients.
 """
 
 import numpy as np
 import pytest
 
+from kernels.accuracy import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32
+from kernels.cases import ids_of
+from kernels.kda.cases import make_case, oracle, with_narrow_decay
 from tests.compiling import interpreted
 from tests.kernels import kda_cases
-from tests.kernels.kda_cases import check, ids_of, make_case, oracle, with_narrow_decay
-from tests.tolerances import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32, KDA_BOUNDS_NEAR_KEYS
+from tests.kernels.kda_cases import check
+from tests.tolerances import KDA_BOUNDS_NEAR_KEYS
 
 BOUNDS = {"float32": KDA_BOUNDS_FLOAT32, "bfloat16": KDA_BOUNDS_BFLOAT16}
 FULL = {"keys": 128, "values": 128}
@@ -57,7 +60,7 @@ def test_profiles(name, dtype):
     ("options", "length"), [({"decay": "slow", "beta": 1.0}, 512), ({"positive": True}, 192)]
 )
 def test_profiles_in_which_roundings_add_up(options, length):
-    """Slow decay with beta = 1: all roundings of a long state's way stay in it. All q and k
+    """Slow decay with beta = 1: all rounding errors of the state remain in it. All q and k
     positive: scores times new values is a small difference of large sums."""
     case = make_case(ids_of([(length, 1)]), **FULL, dtype="bfloat16", final="last", **options)
     case = with_narrow_decay(case)
@@ -164,7 +167,7 @@ def test_a_prefix_is_causal_bit_for_bit(t):
 
 @pytest.mark.slow
 def test_a_changed_head_leaves_the_others_alone():
-    """Heads share products: one that is all large numbers must not reach its neighbour."""
+    """Heads share products: a head of large numbers must not affect its neighbour."""
     case = make_case(ids_of([(64, 1)]), heads=3, **FULL, dtype="bfloat16")
     before = run(case).out
     large = case.arrays["v"].at[:, 1].multiply(1e30)

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels.cases import error, ids_of
+from kernels.kda.cases import make_case, oracle
 from kernels.kda.reference import log_decay, recurrence
-from tests.kernels.kda_cases import check, error, ids_of, make_case, oracle, run
+from tests.kernels.kda_cases import check, run
 from tests.kernels.test_segments import number
 from tests.tolerances import KDA_BOUNDS_RECURRENT
 

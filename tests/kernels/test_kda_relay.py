@@ -15,19 +15,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from kernels.accuracy import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32
+from kernels.cases import ids_of
+from kernels.kda.cases import make_case, oracle, same_bits, with_narrow_decay
 from kernels.kda.tpu.relay import RankLine, Relay, coordinates, rank_line, relay_scratch
 from tests.compiling import interpreted
 from tests.kernels import kda_cases
-from tests.kernels.kda_cases import (
-    check,
-    ids_of,
-    make_case,
-    oracle,
-    same_bits,
-    with_narrow_decay,
-)  # fmt: skip
+from tests.kernels.kda_cases import check
 from tests.kernels.test_kda_mosaic_forward import PACKINGS
-from tests.tolerances import KDA_BOUNDS_BFLOAT16, KDA_BOUNDS_FLOAT32
 
 
 def run(case, ranks=1, **options):
@@ -95,8 +90,8 @@ def test_a_relay_goes_both_ways(step):
 
 @pytest.mark.parametrize(("shape", "axis"), [((2, 1, 3, 2), 2), ((3, 2, 2), 0)])
 def test_a_relay_along_any_axis_of_the_mesh(shape, axis):
-    """Neighbours are a stride apart and several lines run side by side. Needs more devices than
-    these tests have, so another process."""
+    """Neighbours are a stride apart and several lines run side by side. This needs more devices
+    than these tests have, so it runs in another process."""
     code = (
         "from tests import conftest; import jax; jax.config.update('jax_num_cpu_devices', 12); "
         "from tests.kernels.test_kda_relay import check_relay; "
@@ -106,7 +101,7 @@ def test_a_relay_along_any_axis_of_the_mesh(shape, axis):
 
 
 def check_relay(shape, axis, step, rounds=7):
-    """Each device adds its own number to what it receives, and the round's: checked with sums."""
+    """Each device adds its own number and the round's to what it receives; checked with sums."""
     names = tuple("context" if i == axis else f"other{i}" for i in range(len(shape)))
     numbers = np.arange(1.0, math.prod(shape) + 1).reshape(shape)
     mesh = Mesh(np.array(jax.devices()[: numbers.size]).reshape(shape), names)

@@ -1,8 +1,8 @@
 """The TPU kernels compile for every chip and number of ranks, forward and gradient, without a TPU.
 
-libtpu's compiler is the real one, so what Mosaic does not lower, and VMEM that does not suffice,
-show here. Sizes are small where nothing depends on them: compile time grows with heads and tiles in
-lockstep.
+libtpu's compiler is the real one, so operations that Mosaic cannot lower, and a lack of VMEM, are
+found here. Sizes are small if nothing depends on them: compile time grows with the heads and chunks
+in lockstep.
 """
 
 import os
@@ -31,7 +31,7 @@ V7X, V6E, V5P, V5E = "tpu7x:2x2x1", "v6e:2x2", "v5p:2x2x1", "v5e:2x2"
 def compiled(topology, ranks, *, gradient=True, heads=2, rows=1, length=128, dtype=jnp.bfloat16,
              gate="softplus", slots=1, start=False, final="last", keys=128,
              values=128, **options):  # fmt: skip
-    """HLO text of kda, or of its value and gradients, with `length` tokens a rank."""
+    """HLO text of kda, or of its value and gradients, with `length` tokens per rank."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices[:ranks]).reshape(1, ranks), ("data", "context"))
     tokens, f32 = length * ranks, jnp.float32
@@ -115,7 +115,7 @@ def test_chips_and_ranks(topology, ranks):
         slow({"keys": 256, "values": 128}, id="wide keys"),
         slow({"keys": 64, "values": 200, "heads": 3}, id="padded"),
         slow({"heads": 1, "length": 64}, id="one head"),
-        # Which tiles hold starts lies in SMEM, a megabyte in all, whatever the number of tiles.
+        # The table of chunks with starts is in SMEM, which has one megabyte whatever their number.
         slow({"heads": 2, "length": 2**18, "start": True, "final": "none"}, id="many tiles"),
     ],
 )

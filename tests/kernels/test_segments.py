@@ -7,21 +7,10 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from kernels.cases import number
 from kernels.segments import pad_tokens, plan_segments, whole_row
 
 FIELDS = ("index", "first", "valid", "before", "after", "count")
-
-
-def number(ids):
-    """(index, first) of one row."""
-    index, first, current, count = [], [], 0, 0
-    for i in ids:
-        starts = i != 0 and i != current
-        count += starts
-        current = i if i != 0 else current
-        index.append(count - 1 if i != 0 else -1)
-        first.append(starts)
-    return np.array(index), np.array(first)
 
 
 def expected(ids, ranks):

@@ -1,4 +1,4 @@
-"""The short convolution against sums over taps that a plain loop picks, in float64."""
+"""The short convolution against sums over taps selected by a plain loop, in float64."""
 
 import functools
 
@@ -9,13 +9,12 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from kernels.accuracy import CONVOLUTION_FLOAT32
+from kernels.cases import error, ids_of
 from kernels.segments import plan_segments
 from kernels.short_conv import short_conv
-from tests.kernels.kda_cases import error, ids_of
-from tests.kernels.test_segments import number
-from tests.tolerances import CONVOLUTION_FLOAT32
+from kernels.short_conv.cases import call_of, example, oracle, with_gradients
 
-CHANNELS, WIDTH = 5, 4
 # Segments longer and shorter than the width, one token long, across every rank edge; padding
 # leading, interior, trailing, inside a segment, over whole ranks; an empty row.
 IDS = ids_of(
@@ -27,88 +26,11 @@ IDS = ids_of(
 )
 
 
-def taps(ids, width):
-    """source [B, T, W]: index into (tail, x) along time, -1 where the tap adds nothing; next_source
-    [B, W - 1] likewise for the next tail."""
-    rows, length = ids.shape
-    source = np.full((rows, length, width), -1)
-    following = np.full((rows, width - 1), -1)
-    for b in range(rows):
-        index, _ = number(ids[b])
-        owner = np.concatenate([np.zeros(width - 1, int), index])  # the tail is of segment 0
-
-        def pick(t, j, owner=owner):
-            position = t - j + width - 1
-            return position if owner[position] == owner[t + width - 1] else -1
-
-        for t in np.flatnonzero(ids[b]):
-            source[b, t] = [pick(t, j) for j in range(width)]
-        real = np.flatnonzero(ids[b])
-        if len(real):
-            following[b] = [pick(real[-1], j) for j in reversed(range(width - 1))]
-        else:
-            following[b] = np.arange(width - 1)
-    return source, following
-
-
-def oracle(x, weight, tail, ids, activation, cotangents):
-    """(y, next tail) and their gradients in float64."""
-    source, following = taps(ids, weight.shape[0])
-
-    def run(x, weight, tail):
-        whole = jnp.concatenate([tail, x], axis=1)
-        rows = jnp.arange(x.shape[0])[:, None]
-        y = 0.0
-        for j in range(weight.shape[0]):
-            picked = whole[rows, source[..., j]]
-            y += jnp.where(source[..., j, None] >= 0, picked * weight[weight.shape[0] - 1 - j], 0)
-        y = y * jax.nn.sigmoid(y) if activation == "silu" else y
-        return y, jnp.where(following[..., None] >= 0, whole[rows, following], 0)
-
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(t, np.float64)) for t in (x, weight, tail)]
-        value, pull = jax.vjp(run, *wide)
-        return value, pull(tuple(np.asarray(c, np.float64) for c in cotangents))
-
-
 @functools.cache
 def compiled(ranks, check_vma, activation, with_tail, implementation="chunked"):
-    axis = "context" if ranks > 1 else None
-
-    def call(x, weight, tail, ids):
-        segments = plan_segments(ids, axis)
-        return short_conv(
-            x,
-            weight,
-            segments,
-            tail=tail if with_tail else None,
-            axis_name=axis,
-            activation=activation,
-            implementation=implementation,
-        )
-
-    if ranks > 1:
-        token = P(None, "context")
-        call = jax.shard_map(
-            call, mesh=Mesh(np.array(jax.devices()[:ranks]), ("context",)),
-            in_specs=(token, P(), P(), token), out_specs=(token, P()), check_vma=check_vma,
-        )  # fmt: skip
-
-    def function(x, weight, tail, ids, cotangents):
-        value, pull = jax.vjp(lambda *args: call(*args, ids), x, weight, tail)
-        return value, pull(cotangents)
-
-    return jax.jit(function)
-
-
-def example(ids, width=WIDTH, seed=0, with_tail=True, channels=CHANNELS):
-    rng = np.random.default_rng(seed)
-    rows, length = ids.shape
-    x = rng.standard_normal((rows, length, channels)).astype(np.float32)
-    weight = rng.standard_normal((width, channels)).astype(np.float32)
-    tail = rng.standard_normal((rows, width - 1, channels)).astype(np.float32) * with_tail
-    cotangents = tuple(rng.standard_normal(t.shape).astype(np.float32) for t in (x, tail))
-    return x, weight, tail, cotangents
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("context",)) if ranks > 1 else None
+    call = call_of(mesh, activation, implementation, with_tail=with_tail, check_vma=check_vma)
+    return jax.jit(with_gradients(call))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +80,7 @@ def test_cutting_a_row_and_carrying_the_tail_changes_nothing(cut):
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_streams_together_are_streams_alone(ranks):
-    """Of different channels, heads apart; the exchange between ranks is one."""
+    """With different channels and separate heads; they share one exchange between ranks."""
     ids, channels = jnp.asarray(IDS), {"k": 6, "q": 4}
     streams = {n: example(IDS, channels=d, seed=d) for n, d in channels.items()}
     x, weight, tail = ({n: s[i] for n, s in streams.items()} for i in range(3))
@@ -245,5 +167,5 @@ def test_refuses_what_does_not_fit(change, message):
 
 def test_refuses_streams_of_different_taps():
     (x, four, _, _), (_, two, _, _) = example(IDS), example(IDS, width=2)
-    with pytest.raises(ValueError, match=r"weights must have as many taps, got 2 and 4"):
+    with pytest.raises(ValueError, match=r"weights must have equally many taps, got 2 and 4"):
         short_conv({"a": x, "b": x}, {"a": two, "b": four}, plan_segments(jnp.asarray(IDS)))

@@ -1,5 +1,5 @@
-"""The convolution's TPU kernels, interpreted on CPU, against the float64 sums over picked taps; and
-compiled for TPUs that are not there. Unwritten memory is NaN in the interpreter."""
+"""The convolution's TPU kernels, interpreted on CPU, against float64 sums over selected taps; and
+compiled for absent TPUs. Unwritten memory is NaN in the interpreter."""
 
 import functools
 import os
@@ -15,13 +15,14 @@ import pytest
 from jax.experimental import topologies
 
 from benchmarks.short_conv_tpu import RANKS, build
+from kernels.accuracy import CONVOLUTION_BFLOAT16, CONVOLUTION_FLOAT32
+from kernels.cases import error
 from kernels.segments import plan_segments
 from kernels.short_conv import short_conv
 from kernels.short_conv import tpu as short_conv_tpu
+from kernels.short_conv.cases import example, oracle
 from tests.compiling import interpreted
-from tests.kernels.kda_cases import error
-from tests.kernels.test_short_conv import IDS, compiled, example, oracle
-from tests.tolerances import CONVOLUTION_BFLOAT16, CONVOLUTION_FLOAT32
+from tests.kernels.test_short_conv import IDS, compiled
 
 
 @pytest.fixture(autouse=True)

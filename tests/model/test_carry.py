@@ -190,7 +190,7 @@ def test_carry_off_neither_reads_nor_changes_what_it_is_given():
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_fresh_document_does_not_see_what_the_stream_held(context):
-    """The first document may go on; those after it, and a row that does not go on, start anew."""
+    """The first document may continue; later ones, and rows that do not continue, start fresh."""
     segment_ids = np.stack([row((1, 9), (2, 23)), row((3, 32))])
     batch = make_batch(segment_ids) | {"continues": jnp.asarray([True, False])}
     params = make_params(CFG, slow=True)

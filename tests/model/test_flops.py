@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from model.config import ModelConfig
-from model.ffn import swiglu
+from model.ffn.swiglu import swiglu
 from model.flops import key_flops_per_token, train_flops_per_token
 from model.mixers.kda import recurrence_flops
 from tests.model_cases import KDA, MIXED

@@ -1,31 +1,56 @@
 """Generation is the training form, token by token."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model.config import ModelConfig
 from model.decoder import forward, init_carry
 from model.generate import Generator, Sampling, sample
 from model.loss import logits
+from tests.compiling import fast_jit
 from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, worst_error
 from tests.tolerances import MODEL_FLOAT32
 
 CFG = dataclasses.replace(KDA, learned_initial_state=True)
+HYBRID = dataclasses.replace(
+    CFG,
+    pattern="kda, mla",
+    mla_heads=4,
+    mla_kv_rank=20,
+    mla_nope_dim=12,
+    mla_rope_dim=6,
+    mla_value_dim=10,
+)
 RANDOM = np.random.default_rng(0)
 PROMPTS = [RANDOM.integers(0, VOCABULARY, n).astype(np.int32) for n in (1, 37, 64)]
 NEW = RANDOM.integers(0, VOCABULARY, (5, len(PROMPTS))).astype(np.int32)
 
 
-def whole(params, tokens: np.ndarray) -> np.ndarray:
-    """Logits [T, V] of a row in one piece, by the form that trains."""
+@functools.cache
+def training_form(cfg: ModelConfig):
+    """jitted (params, tokens [B, T], segment_ids) -> logits [B, T, V] of whole rows."""
     mesh = make_mesh()
-    ids = jnp.ones((1, len(tokens)), jnp.int32)
-    start = jnp.zeros(1, bool)
-    hidden, _, _ = forward(params, CFG, tokens[None], ids, start, init_carry(CFG, 1), mesh)
-    return np.asarray(logits(params, CFG, hidden, mesh))[0]
+
+    def run(params, tokens, ids):
+        start, carry = jnp.zeros(len(tokens), bool), init_carry(cfg, len(tokens))
+        hidden, _, _ = forward(params, cfg, tokens, ids, start, carry, mesh)
+        return logits(params, cfg, hidden, mesh)
+
+    return fast_jit(run)
+
+
+def whole(params, texts: list[np.ndarray], cfg: ModelConfig = CFG) -> list[np.ndarray]:
+    """Logits [T, V] of each text as a row in one piece, by the form that trains."""
+    tokens, ids = np.zeros((2, len(PROMPTS), 80), np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)], ids[row, : len(text)] = text, 1
+    scores = np.asarray(training_form(cfg)(params, tokens, ids))
+    return [scores[row, : len(text)] for row, text in enumerate(texts)]
 
 
 @pytest.fixture(scope="module")
@@ -33,36 +58,41 @@ def params():
     return make_params(CFG, slow=True)
 
 
-@pytest.fixture(scope="module")
-def expected(params):
+def expected(params, cfg: ModelConfig) -> np.ndarray:
     """Logits [1 + 5, B, V] after each prompt and after each new token."""
     rows = [np.concatenate([prompt, NEW[:, row]]) for row, prompt in enumerate(PROMPTS)]
-    scores = [whole(params, row)[-1 - len(NEW) :] for row in rows]
+    scores = [row[-1 - len(NEW) :] for row in whole(params, rows, cfg)]
     return np.stack(scores, axis=1)
 
 
-@pytest.mark.parametrize(("piece", "tensor"), [(16, 1), (512, 2)])
+@pytest.mark.parametrize(
+    ("cfg", "piece", "tensor"), [(CFG, 16, 1), (HYBRID, 16, 1), (HYBRID, 512, 2)]
+)
 def test_prefill_in_pieces_and_tokens_one_by_one_have_the_logits_of_the_whole_row(
-    params, expected, piece, tensor
+    cfg, piece, tensor
 ):
-    generator = Generator(params, CFG, make_mesh(tensor=tensor), piece)
+    """The longest prompt has four pieces of 16, and a row that trains may be shorter."""
+    params = make_params(cfg, slow=True)
+    generator = Generator(params, cfg, make_mesh(tensor=tensor), piece, attention_memory=80)
     done = generator.prefill(PROMPTS)
     found = [np.asarray(done.logits)]
     for tokens in NEW:
         done = generator.append(done, jnp.asarray(tokens))
         found.append(np.asarray(done.logits))
-    for number, scores in enumerate(found):
-        error, _ = worst_error(scores, expected[number])
+    for number, (scores, wanted) in enumerate(zip(found, expected(params, cfg), strict=True)):
+        error, _ = worst_error(scores, wanted)
         assert error < MODEL_FLOAT32, (number, error)
 
 
 def test_greedy_tokens_are_the_most_likely_of_the_whole_row(params):
     generator = Generator(params, CFG, make_mesh(), 16)
-    tokens = np.stack(list(generator.tokens(PROMPTS, 6, Sampling(temperature=0), seed=0)))
+    tokens = np.stack(
+        list(generator.tokens(generator.prefill(PROMPTS), 6, Sampling(temperature=0), seed=0))
+    )
     assert tokens.shape == (6, 3) and tokens.dtype == np.int32
-    for row, prompt in enumerate(PROMPTS):
-        text = np.concatenate([prompt, tokens[:, row]])
-        best = whole(params, text)[len(prompt) - 1 : -1].argmax(-1)
+    texts = [np.concatenate([prompt, tokens[:, row]]) for row, prompt in enumerate(PROMPTS)]
+    for row, scores in enumerate(whole(params, texts)):
+        best = scores[len(PROMPTS[row]) - 1 : -1].argmax(-1)
         np.testing.assert_array_equal(tokens[:, row], best)
 
 
@@ -70,7 +100,9 @@ def test_a_seed_decides(params):
     generator = Generator(params, CFG, make_mesh())
 
     def draw(seed):
-        return np.stack(list(generator.tokens(PROMPTS, 8, Sampling(), seed))).tolist()
+        return np.stack(
+            list(generator.tokens(generator.prefill(PROMPTS), 8, Sampling(), seed))
+        ).tolist()
 
     assert draw(1) == draw(1)
     assert draw(1) != draw(2)

@@ -1,7 +1,7 @@
-"""Packed documents know nothing of each other, in logits, loss terms and gradients.
+"""Packed documents are independent of each other, in logits, loss terms and gradients.
 
-Decays are slow here (about 1e-3 a token): at a random start the gates forget within a few tokens
-and would hide a leak.
+Decays are slow here (about 1e-3 per token): with random initial values the gates forget within a
+few tokens and would hide a leak.
 """
 
 import jax

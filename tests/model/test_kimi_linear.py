@@ -1,4 +1,4 @@
-"""Layer for layer what transformers' `kimi_linear` computes, from tests/golden/kimi_linear.npz."""
+"""Each layer against transformers' `kimi_linear`, from tests/golden/kimi_linear.npz."""
 
 import dataclasses
 import pathlib

@@ -34,7 +34,7 @@ def loop_operations(text: str, kind: str) -> list[str]:
 def program() -> str:
     """HLO of the loss's gradient on four context ranks, with carry."""
     mesh, batch = make_mesh(context=RANKS), make_batch(jnp.stack([jnp.asarray(row((1, 64)))]))
-    assert MESH_AXES[2] == "context"
+    assert MESH_AXES[3] == "context"
 
     def loss(params, carry):
         arrays = batch["tokens"], batch["segment_ids"], batch["continues"]

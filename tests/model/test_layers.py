@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from model.ffn import swiglu
+from model.ffn.swiglu import swiglu
 from model.layers import gated_rms_norm, matmul, rms_norm, vary
 from tests.model_cases import make_mesh, worst_error
 from tests.tolerances import MODEL_FLOAT32

@@ -1,4 +1,4 @@
-"""The table of parameters: initial values, shardings and masks that cover every one."""
+"""The table of parameters: initial values, shardings and masks for every parameter."""
 
 import dataclasses
 import math
@@ -76,7 +76,9 @@ def flat_axes(spec) -> list[str]:
     return [axis for axes in spec for axis in (axes if isinstance(axes, tuple) else [axes]) if axis]
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 2, 2), (1, 4, 2, 1), (1, 1, 8, 1), (2, 1, 2, 2)])
+@pytest.mark.parametrize(
+    "shape", [(1, 2, 1, 2, 2), (1, 4, 1, 2, 1), (1, 1, 1, 8, 1), (2, 1, 2, 1, 2)]
+)
 def test_matrices_are_cut_over_fsdp_context_and_tensor_and_vectors_over_tensor_only(shape):
     mesh = make_mesh(**dict(zip(MESH_AXES, shape)))
     for path, spec in named(param_specs(WIDE)).items():
@@ -88,7 +90,7 @@ def test_matrices_are_cut_over_fsdp_context_and_tensor_and_vectors_over_tensor_o
         assert math.prod(shard) * pieces == math.prod(spec.shape), path
         name = last_key(path)
         if name in {"q", "k", "v", "output", "gate", "up", "down", "embedding", "head", "decay_b"}:
-            assert set(axes) == {"fsdp", "context", "tensor"}, path
+            assert set(axes) == {"fsdp", "expert", "context", "tensor"}, path
         elif name in PLAIN or "conv" in name:
             assert set(axes) <= {"tensor"}, path
 
@@ -96,10 +98,10 @@ def test_matrices_are_cut_over_fsdp_context_and_tensor_and_vectors_over_tensor_o
 def test_a_matrix_is_cut_along_whichever_axes_divide():
     mesh = make_mesh(fsdp=2, context=4)
     axes = ("repeats", "width", "ffn")
-    cut = {(5, 16, 3): (None, ("fsdp", "context"), "tensor"),
-           (5, 6, 16): (None, None, ("tensor", "fsdp", "context")),
-           (5, 6, 12): (None, "fsdp", ("tensor", "context")),
-           (8, 3, 5): (None, None, "tensor")}  # fmt: skip
+    cut = {(5, 16, 3): (None, ("fsdp", "expert", "context"), "tensor"),
+           (5, 6, 16): (None, None, ("tensor", "fsdp", "expert", "context")),
+           (5, 6, 12): (None, ("fsdp", "expert"), ("tensor", "context")),
+           (8, 3, 5): (None, "expert", "tensor")}  # fmt: skip
     for shape, expected in cut.items():
         spec = dataclasses.replace(param_specs(WIDE)["blocks"][0]["ffn"]["up"], shape=shape)
         assert spec.axes == axes

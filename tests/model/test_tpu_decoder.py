@@ -49,7 +49,7 @@ def test_the_main_config_compiles_as_it_stands():
 
 
 def test_new_parameters_are_not_copied():
-    """Ranks share out the update; what they gather is added to the old parameters in place."""
+    """Ranks divide the update; the gathered result is added to the old parameters in place."""
     text = compiled_step("tpu7x:2x2x1")
     copied = re.findall(r"= f32\[([\d,]+)\]\S* copy\(%all-gather", text)
     sizes = [math.prod(map(int, shape.split(","))) for shape in copied]

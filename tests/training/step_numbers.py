@@ -1,4 +1,4 @@
-"""What a training step returns, for tests of the meter and the loop."""
+"""Values as a training step returns them, for tests of the meter and the loop."""
 
 import jax
 import jax.numpy as jnp

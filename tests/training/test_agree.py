@@ -1,4 +1,4 @@
-"""Processes that were started differently are refused, in one line, before anything compiles."""
+"""Processes with different options, code or libraries are refused in one line, before compiling."""
 
 import threading
 
@@ -12,7 +12,7 @@ from training import agree, devices
 
 
 class Memory:
-    """The store that processes share, for threads."""
+    """A stand-in for the store that processes share, for threads."""
 
     def __init__(self):
         self._values = {}
@@ -27,7 +27,7 @@ class Memory:
 
 
 def verdicts(found: list[agree.Values]) -> list[str]:
-    """What each process raises, "" for nothing."""
+    """The error that each process raises, "" for none."""
     store, texts = Memory(), [""] * len(found)
 
     def run(process):
@@ -45,7 +45,7 @@ def verdicts(found: list[agree.Values]) -> list[str]:
 
 
 def other_value(field, metadata):
-    """Another value than the default that the option accepts in type."""
+    """A value of the option's type that differs from the default."""
     if metadata.choices:
         return next(choice for choice in metadata.choices if choice != field.default)
     if isinstance(field.default, bool):
@@ -55,7 +55,7 @@ def other_value(field, metadata):
 
 @pytest.mark.parametrize("name", [name for name, _, _ in base.all_options()])
 def test_each_option_has_to_be_equal_unless_it_is_listed(name):
-    """Over all declared options, so that a new one is compared without anyone thinking of it."""
+    """For all declared options, so that a new one is compared automatically."""
     field, metadata = next((f, m) for n, f, m in base.all_options() if n == name)
     ours, theirs = base.get_config(), base.get_config()
     group, option = name.split(".")

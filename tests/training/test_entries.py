@@ -48,7 +48,7 @@ def exported(workdir):
 def test_generate_reads_a_run_and_its_export_and_says_the_same(workdir, exported):
     flags = ("--prompt", "def ", "--max_tokens", 12, "--temperature", 0, "--seed", 3)
     from_run = run("generate.py", "--workdir", workdir, *flags)
-    # The export is computed in bfloat16 unless the config is asked; two steps of training leave
+    # The export is computed in bfloat16 by default; two steps of training leave
     # close ties, so the comparison is of a model in float32.
     from_export = run("generate.py", "--weights", exported, "--compute_dtype", "float32", *flags)
     assert from_run.stdout == from_export.stdout and from_run.stdout.endswith("\n")
@@ -62,7 +62,7 @@ def test_several_prompts_are_printed_one_after_another(workdir):
 
 
 def test_init_from_an_exported_folder_starts_from_its_parameters(workdir, exported, tmp_path):
-    """The first loss is that of --init_from the run itself."""
+    """The first loss equals that of --init_from the run itself."""
     losses = []
     for name, source in (("a", workdir), ("b", exported)):
         train(tmp_path / name, *SIZES, f"--init_from={source}")

@@ -1,4 +1,4 @@
-"""One run a folder, and the names of runs."""
+"""One run per folder, and the names of runs."""
 
 import fcntl
 
@@ -25,6 +25,13 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     with pytest.raises(LockError, match="its file system has no locks"):
         lock(str(tmp_path), "--workdir")
     lock(str(tmp_path), "config.checkpoint.directory", needed=False).close()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\x00\n", b"0123456789ab more", "é".encode() * 12])
+def test_a_damaged_id_is_replaced(tmp_path, content):
+    (tmp_path / ".run_id").write_bytes(content)
+    first = owner(str(tmp_path))
+    assert first == owner(str(tmp_path)) and len((tmp_path / ".run_id").read_bytes()) == 12
 
 
 def test_a_run_keeps_its_name_and_no_other_has_it(tmp_path):

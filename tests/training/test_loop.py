@@ -11,6 +11,7 @@ from tests.training.step_numbers import numbers
 from training import loop
 from training.goodput import Goodput
 from training.report import Meter, Progress
+from training.step import NO_DATA, Votes
 
 
 class Stub:
@@ -23,7 +24,8 @@ class Stub:
         note = self.events.append
         meter, writers, profiler, saver, signals = (type("", (), {})() for _ in range(5))
         meter.start = lambda: note("idle")
-        meter.finish = lambda step, metrics, wait: {"stop": step == self.vote}
+        self.error_ahead, self.fails_at, self.votes = None, None, {}
+        meter.finish = lambda step, metrics, wait: {"stop": self.votes.get(step, step == self.vote)}
         meter.report = lambda: {}
         writers.write = lambda step, values: note(("report", step, "eval/loss" in values))
         profiler.before = lambda step, asked: None
@@ -32,13 +34,17 @@ class Stub:
         profiler.stop = lambda: note("trace")
         saver.save = lambda step, state, score: note(("save", step, score))
         saver.check = lambda: None
+        saver.finish = lambda: note(("finish",))
         signals.stop, signals.take_profile = None, lambda: False
         signals.started = lambda: None
         signals.waiting = lambda what, seconds: contextlib.nullcontext()
         counter = itertools.count(1)
 
         def step(state, batch, vote):
-            note(("step", next(counter)))
+            number = next(counter)
+            note(("step", number))
+            if vote >= NO_DATA or number == self.fails_at:
+                self.votes[number] = max(vote, NO_DATA + (number == self.fails_at))
             return type("", (), {"params": None})(), {}
 
         self.loop = loop.TrainLoop(
@@ -46,8 +52,9 @@ class Stub:
             state=None,
             start=0,
             step=step,
-            votes=(0, 1),
+            votes=Votes(0, 1, NO_DATA),
             batches=self._batches(),
+            error_ahead=lambda seconds: (True, self.error_ahead),
             ready=lambda seconds: self.stuck_after is None or self.left > self.stuck_after,
             more=lambda: self.left > 0,
             epoch=lambda: 0.5,
@@ -147,6 +154,7 @@ def test_told_to_stop_in_an_evaluation_saves_first_and_goes_on_with_it():
     assert stub.loop.run() == (3, "signal")
     at = [stub.events.index(("evaluated", n)) for n in range(3)]
     first = stub.events.index(("save", 3, None))
+    assert stub.events[first + 1] == ("finish",), "on disk before the evaluation continues"
     assert at[0] < first < at[1] and stub.of("report")[-1] == ("report", 3, True)
 
 
@@ -176,7 +184,7 @@ def test_told_to_stop_while_waiting_for_data_the_last_step_is_saved():
 @pytest.mark.parametrize(("log", "saves"), [(1, 0), (50, 0), (1, 6), (50, 6)])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_data_that_fail_leave_the_last_step_reported_and_saved(monkeypatch, log, saves, processes):
-    """Once each, whether or not it was due; not where other processes are in the next step."""
+    """Once each, whether or not it was due; not where other processes do not know of it."""
     stub = Stub(log=log, saves=saves)
 
     def batches():
@@ -190,9 +198,33 @@ def test_data_that_fail_leave_the_last_step_reported_and_saved(monkeypatch, log,
     assert len(stub.of("step")) == 6
     if processes == 1:
         assert stub.of("report")[-1] == ("report", 6, False)
-        assert stub.of("save")[-1] == ("save", 6, None)
+        assert stub.events[-2:] == [("save", 6, None), ("finish",)]
+    else:
+        assert len(stub.of("save")) == (saves == 6) and not stub.of("finish")
     steps = [event[1] for event in stub.of("report")]
     assert len(steps) == len(set(steps))
+
+
+@pytest.mark.parametrize(("ours", "saves"), [(True, 0), (False, 0), (True, 1), (False, 1)])
+def test_all_processes_save_the_same_step_where_the_data_of_one_fail(monkeypatch, ours, saves):
+    """The one that fails says so with step 5, when batch 6 is there and batch 7 will not come; it
+    is heard after step 6 was dispatched, or before where something is due after step 5."""
+    stub = Stub(saves=saves)
+    error = DataError("a file has changed")
+
+    def error_ahead(seconds):
+        return True, error if ours and len(stub.of("step")) == 4 else None
+
+    stub.loop.error_ahead = error_ahead
+    stub.fails_at = None if ours else 5  # in the other process, number 1
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    says = "a file has changed" if ours else "process 1 can no longer read .* step [56] is saved"
+    with pytest.raises(DataError, match=says):
+        stub.loop.run()
+    last = 5 if saves else 6
+    assert len(stub.of("step")) == last
+    assert stub.of("report")[-1] == ("report", last, False)
+    assert stub.events[-2:] == [("save", last, None), ("finish",)]
 
 
 def test_data_that_fail_at_once_leave_nothing_to_save():

@@ -1,4 +1,4 @@
-"""Writers, time accounting and the numbers made of a step's metrics."""
+"""Writers, time accounting and the values computed from a step's metrics."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def write(folder, start, steps, value, close=True):
 
 
 def test_each_step_stands_once_after_a_kill_and_a_resume(tmp_path):
-    """Steps 4 to 6 were written, then lost with the process: the resumed run writes them anew."""
+    """Steps 4 to 6 were written, then lost with the process: the resumed run writes them again."""
     write(tmp_path, 0, range(1, 7), 1.0, close=False)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "learn')
@@ -188,7 +188,7 @@ def test_a_broken_file_of_seconds_is_no_failure(tmp_path, content):
 
 
 def test_speed_is_of_the_steps_that_were_measured(monkeypatch):
-    """Three steps of 2 s, 900 of 1000 tokens real; the pause between start() calls is in none."""
+    """Three steps of 2 s, 900 of 1000 tokens real; no step includes the pauses."""
     now = [0.0]
     monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
     meter = Meter(1000, MIXED, None, Progress(), skip_nonfinite=False)
@@ -271,7 +271,7 @@ def test_traces_begin_and_end_with_their_steps(tmp_path, monkeypatch):
 
 
 def test_the_clock_is_monotonic_time():
-    """Goodput counts real time where nothing is faked."""
+    """Goodput counts real time if nothing is faked."""
     began = time.monotonic()
     clock = Goodput()
     clock.switch("training")

@@ -40,7 +40,7 @@ def test_a_folder_that_cannot_be_saved_to_is_refused_before_step_1(tmp_path, nam
 
 
 def test_two_runs_of_different_workdirs_cannot_save_into_one_folder(tmp_path):
-    """The other way round, and by another name of the folder."""
+    """In reverse, and through another name of the folder."""
     (tmp_path / "link").symlink_to(tmp_path / "a")
     with lock(str(tmp_path / "a" / "checkpoints"), "config.checkpoint.directory"):
         for place in (

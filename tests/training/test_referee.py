@@ -1,7 +1,7 @@
-"""Exported folders, loaded by transformers, have our logits.
+"""Exported folders, loaded by transformers, give our logits.
 
-Runs where TRANSFORMERS_PYTHON names a Python with torch and transformers (tests/golden has the
-versions); docs/measurements.md has the last figures.
+Runs if TRANSFORMERS_PYTHON names a Python with torch and transformers (for versions see
+tests/golden); docs/measurements.md has the latest figures.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def test_transformers_has_our_logits(tmp_path, cfg):
     write_folder(folder, params, cfg, FORMATS["kimi_linear"], SpecialTokens(59, 60))
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 70))
     np.save(tmp_path / "tokens.npy", tokens)
-    # Settings for the OpenBLAS of this environment slow down that one's.
+    # This environment's OpenBLAS settings would slow down the other one's.
     env = {name: x for name, x in os.environ.items() if not name.startswith("OPENBLAS")}
     arguments = [PYTHON, str(SCRIPT), folder, tmp_path / "tokens.npy", tmp_path / "logits.npy"]
     subprocess.run(arguments, check=True, env=env, timeout=300)

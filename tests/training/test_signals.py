@@ -1,4 +1,4 @@
-"""Signals, but for what only whole runs show: test_train.py."""
+"""Signals, except for what needs whole runs: see test_train.py."""
 
 import signal
 import threading
@@ -25,7 +25,7 @@ def test_a_wait_ends_so_long_after_the_request_and_its_own_beginning(
     monkeypatch, capsys, told, wait, code
 ):
     ended = []
-    monkeypatch.setattr(signals_module.os, "_exit", ended.append)
+    monkeypatch.setattr("os._exit", ended.append)
     monkeypatch.setattr(signals_module.time, "monotonic", lambda: 105.0)
     signals = Signals.__new__(Signals)  # without handlers, which would be pytest's as well
     signals._wait, signals._stop, signals._told = wait, told and signal.SIGTERM, told or 0.0

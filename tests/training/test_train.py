@@ -1,4 +1,4 @@
-"""Whole runs of train.py: what a user sees, what is left on disk, and how a run ends."""
+"""Whole runs of train.py: what a user sees, what is on disk, and how a run ends."""
 
 import ctypes
 import os
@@ -18,7 +18,7 @@ from training.signals import ECHO_SECONDS
 
 pytestmark = pytest.mark.timeout(1200)  # each run has its own limit
 
-# Logged where there is a peak to compare with, a device that reports its memory, or the option.
+# Logged only if the peak is known, the device reports its memory, or the option is set.
 SELDOM = {"perf/mfu", "memory/peak_bytes_per_device", "learning/z_loss"}
 NAMES = {name for name in DESCRIPTIONS if not name.startswith("eval/")} - SELDOM
 
@@ -51,8 +51,8 @@ def test_every_name_is_reported_at_every_step(whole):
 
 
 def test_speed_is_that_of_completed_steps(whole):
-    """Tokens a second and step time tell of the same steps; compilation is in neither. That no time
-    of training is left out: test_loop.py, where clocks can be trusted."""
+    """Tokens per second and step time are of the same steps, without compilation. test_loop.py has
+    reliable clocks and tests that no training time is omitted."""
     for values in reports(whole[0]).values():
         tokens = values["perf/tokens_per_second"] * values["perf/step_time_seconds"]
         assert tokens == pytest.approx(2 * 128, rel=1e-6)
@@ -84,7 +84,7 @@ def test_the_same_command_again_has_nothing_to_do(whole):
 
 
 def test_every_last_step_is_saved(tmp_path):
-    """Step 7 of 7 with a period of 5 is on disk, and so is what it reported."""
+    """Step 7 of 7 with an interval of 5 is on disk, and so are its reported values."""
     train(tmp_path, "--config.train.steps=7", "--config.checkpoint.every=5")
     assert steps_on_disk(tmp_path) == [5, 7] and list(reports(tmp_path)) == list(range(1, 8))
 
@@ -177,8 +177,59 @@ def test_told_to_stop_while_waiting_for_data(tmp_path):
     assert steps_on_disk(tmp_path)[-1] == last >= 3
 
 
+@pytest.mark.parametrize(
+    ("number", "waits"),
+    [
+        ("1", "--process_id from 0 on"),
+        pytest.param("0", "all 2 processes did not meet", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_whose_peers_never_come_is_one_line(tmp_path, number, waits):
+    """Process 1 without the coordinator; process 0, which is the coordinator, without the other."""
+    address = f"localhost:{take_port()}"
+    two = ["--config.mesh.context=2", f"--coordinator={address}", "--processes=2"]
+    began = time.monotonic()
+    done = train(tmp_path, *two, f"--process_id={number}", "--start_timeout=2", code=1)
+    assert time.monotonic() - began < 60, "JAX's own limit would be a minute and more"
+    assert done.stderr.startswith(f"error: --coordinator={address}: all 2 processes did not meet")
+    assert waits in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+# Storage that hangs from step 4 on: before anything of the step is written, or in the background.
+HUNG_SAVE = """
+import os, time
+os.environ["JAX_PLATFORMS"] = "cpu"
+from checkpoints.store import Store
+save = Store.save
+def hung(store, step, *rest):
+    if step == 4:
+        print("hangs", flush=True)
+        Store.{place} = lambda *_: time.sleep(900)
+    (Store if step == 4 else type("", (), {{"save": save}})).save(store, step, *rest)
+Store.save = hung
+"""
+
+
+@pytest.mark.parametrize("place", ["save", pytest.param("wait", marks=pytest.mark.slow)])
+def test_told_to_stop_while_a_save_hangs(tmp_path, place):
+    hang = HUNG_SAVE.format(place=place)
+    if place == "wait":
+        hang = hang.replace("(Store if step == 4 else", "(Store if False else")
+    arguments = ["--config.checkpoint.every=2", "--config.eval.every=0"]
+    run = Running(tmp_path, *arguments, first=hang)
+    run.until("hangs")
+    run.signal(signal.SIGTERM)
+    began = time.monotonic()
+    text = run.end(1)
+    assert time.monotonic() - began < 60, "8 s after the request, on a busy machine"
+    last = text.splitlines()[-1]
+    assert last.startswith("stopped by SIGTERM while a checkpoint was being saved, which is given")
+    assert "resumes from step 2" in last and "step 4 is saved" not in text
+    assert 2 in steps_on_disk(tmp_path)
+
+
 def test_told_to_stop_twice_ends_at_once(tmp_path):
-    """In an evaluation of half of all text, which takes many minutes."""
+    """During an evaluation of half of all text, which takes many minutes."""
     run = Running(
         tmp_path,
         "--config.eval.every=2",
@@ -216,18 +267,18 @@ def test_a_profile_is_written_by_option_and_on_a_signal(tmp_path):
 
 
 def traced_steps(trace) -> list[int]:
-    """The steps that a trace names."""
+    """The steps named in a trace."""
     planes = jax.profiler.ProfileData.from_file(str(trace)).planes
     events = [event for plane in planes for line in plane.lines for event in line.events]
     return sorted(dict(event.stats)["step_num"] for event in events if event.name == "train")
 
 
 def small_files():
-    """No file of this process may grow beyond 64 KiB: what a full disk does to a save."""
+    """Limits files of the process to 64 KiB, which affects a save as a full disk does."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 
 
-# Such a process would leave halves in the tests' shared cache of programs, or cannot read it.
+# Such a process cannot keep its programs and says so, in a line beside the one that is tested.
 NO_CACHE = "--config.train.compilation_cache="
 
 
@@ -276,7 +327,7 @@ def test_too_little_memory_is_one_line(tmp_path):
 
 
 def minding_permissions():
-    """Root may write anywhere: takes that right (CAP_DAC_OVERRIDE) from what it starts."""
+    """Root may write anywhere: drops that capability (CAP_DAC_OVERRIDE) for child processes."""
     PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1  # linux/prctl.h, linux/capability.h
     if os.getuid() == 0 and ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0):
         raise OSError("cannot drop the capability")

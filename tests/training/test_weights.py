@@ -1,4 +1,4 @@
-"""Folders of weights: exact round trips, and one line for each that does not fit."""
+"""Folders of weights: exact round trips, and a one-line error for each that does not fit."""
 
 import dataclasses
 import json
@@ -128,7 +128,7 @@ def test_a_model_that_the_format_lacks_is_refused(tmp_path, change, text):
 
 
 def rewrite(folder, change) -> None:
-    """The folder again with its tensors changed: change(dict of arrays)."""
+    """A copy of the folder with changed tensors: change(dict of arrays)."""
     reader = Reader(str(folder))
     arrays = {name: reader.read(name) for name in reader.entries}
     change(arrays)

@@ -1,10 +1,10 @@
 """Bundles of a compiled program: the instructions that a TPU core issues, read from the compiler.
 
-libtpu compiles for a TPU topology on any x86-64 Linux machine and writes each kernel's final
-schedule, one VLIW bundle a line, if environment variables ask for it before JAX starts. A bundle is
-one issue slot of the core, so their number is a lower bound on cycles, the same on every run. It
-does not include stalls, or waits for HBM or other ranks. Loops count by their trip counts; a loop
-whose count is not a constant counts once; a predicated region counts as taken.
+libtpu compiles for a TPU topology on any x86-64 Linux machine. If environment variables request it
+before JAX starts, it writes each kernel's final schedule, one VLIW bundle per line. A bundle is one
+issue slot of the core, so the number of bundles is a lower bound on cycles, and the same on every
+run. It does not include stalls, or waits for HBM or other ranks. Loops are multiplied by their trip
+counts; a loop without a constant trip count counts once; a predicated region counts as taken.
 """
 
 import itertools
@@ -36,7 +36,7 @@ def compiler_environment(dump: str) -> dict[str, str]:
 class Loop:
     """Bundles in the order of the schedule: runs of them, and inner loops.
 
-    sends: places in `items` before which a message to another device starts; sent: bytes of one.
+    sends: indices in `items` before which a message to another device starts; sent: bytes of one.
     """
 
     depth: int
@@ -62,8 +62,8 @@ class Loop:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Bundles of all programs of a compilation, by name. Programs of one name are added up; `trees`
-    has the loops of the last one."""
+    """Bundles of all programs of a compilation, by name. Programs of the same name are summed;
+    `trees` has the loops of the last one."""
 
     programs: dict[str, int] = field(default_factory=dict)
     trees: dict[str, Loop] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def read(dump: str) -> Schedule:
 
 
 def weigh(lines: list[str]) -> int:
-    """Bundles of one program's schedule, loops by their trip counts."""
+    """Bundles of one program's schedule, loops multiplied by their trip counts."""
     return loops(lines).bundles()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from training.estimate.hlo import Instruction, Module
 from training.estimate.program import Visit, Work
-from training.estimate.topology import HOP_SECONDS, Generation
+from training.estimate.topology import Generation
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
@@ -49,10 +49,11 @@ class Collective:
         """One execution on a ring of both directions of one link."""
         link = generation.link_bytes_a_second
         if self.kind == "collective-permute":
-            return self.bytes / link + HOP_SECONDS
+            return self.bytes / link + generation.hop_seconds
         passes = 2 if self.kind == "all-reduce" else 1
         share = (self.ranks - 1) / self.ranks
-        return passes * (self.bytes * share / (2 * link) + HOP_SECONDS * (self.ranks // 2))
+        hops = generation.hop_seconds * (self.ranks // 2)
+        return passes * (self.bytes * share / (2 * link) + hops)
 
     def exposed_seconds(self, generation: Generation) -> float:
         """The part of one execution that no work between start and done hides."""

@@ -5,18 +5,22 @@ import sys
 
 from ml_collections import ConfigDict
 
-from training.estimate import report, suggest
+from training.estimate import factors, report, suggest
 from training.estimate.topology import Topology
 from training.progress import elapsed
 
 
-def run(config: ConfigDict, topology: str, json_path: str) -> int:
+def run(config: ConfigDict, topology: str, json_path: str, factors_path: str) -> int:
     """Prints the plan, writes it as JSON where a path is given; returns the exit code.
 
+    Args:
+        factors_path: --plan_factors, see `factors.chosen`.
+
     Raises:
-        UserError: one line: unknown topology, mesh or memory that do not fit and what would.
+        UserError: one line: unknown topology, a file of factors that cannot be read, mesh or memory
+            that do not fit and what would.
     """
-    chosen = Topology.parse(topology)
+    chosen = factors.calibrated(Topology.parse(topology), factors.chosen(factors_path))
     suggest.check_devices(config, chosen)
     with elapsed(f"compiling for {chosen.name}", _to_stderr):
         plan, changes = suggest.plan_or_nearest(config, chosen)

@@ -126,7 +126,7 @@ def abstract_step(devices: Any, config: ConfigDict, vocabulary: int) -> tuple[An
         train.tbptt_windows,
         data.global_batch_size,
         data.sequence_length,
-        positions=reads_positions(model.pattern),
+        positions=reads_positions(model),
     )
     return step, (shapes, batch, votes), model, mesh
 
@@ -217,7 +217,11 @@ def _tokens(config: ConfigDict) -> int:
 
 def _logit_bytes(config: ConfigDict, model: Any, mesh: Any) -> int:
     """Float32 logits of one chunk of tokens on a device."""
-    parts = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["context"]
+    import math
+
+    from model.axes import TOKENS
+
+    parts = math.prod(mesh.shape[axis] for axis in TOKENS)
     windows = config.train.tbptt_windows * config.train.grad_accum_steps
     tokens = min(model.loss_chunk, _tokens(config) // (parts * windows))
     return 4 * tokens * model.padded_vocab_size // mesh.shape["tensor"]

@@ -1,7 +1,7 @@
 """Floating-point operations of a traced program: all matrix products, as often as they run.
 
-The count is of the whole mesh and includes what rematerialisation repeats and the products inside
-Pallas kernels; a multiply-add counts as two. Elementwise work is not counted.
+The count covers the whole mesh and includes the repetitions of rematerialisation and the products
+inside Pallas kernels; a multiply-add counts as two. Elementwise work is not counted.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""Reads a compiled program's scheduled HLO text into records.
+"""Parses a compiled program's scheduled HLO text into records.
 
-Only what estimates need: the order of instructions, their outputs' sizes and memory, operands,
-called computations, trip counts of loops, and the devices that take part in a collective.
+It reads only what estimates need: the order of instructions, the sizes and memory of their outputs,
+operands, called computations, trip counts of loops, and the devices of a collective.
 """
 
 import functools
@@ -23,7 +23,7 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 @dataclass(frozen=True)
 class Array:
-    """One array that an instruction makes; `in_hbm` is false for VMEM, SMEM and host memory."""
+    """One array produced by an instruction; `in_hbm` is false for VMEM, SMEM and host memory."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -93,9 +93,9 @@ class Module:
     entry: str
 
     def trips(self, loop: Instruction) -> int | None:
-        """Trip count of a `while`; None where it depends on data.
+        """Trip count of a `while`; None if it depends on data.
 
-        Loops that JAX makes count from 0 in steps of 1 up to a constant in the condition.
+        Loops that JAX generates count from 0 in steps of 1 up to a constant in the condition.
         """
         condition = self.computations[loop.calls["condition"]]
         root = condition.by_name[condition.root]
@@ -106,7 +106,7 @@ class Module:
         return values[0] if len(values) == 1 else None
 
     def _fused_trips(self, condition: Computation, root: Instruction) -> int | None:
-        """The same where the comparison is fused and takes the constant as its operand."""
+        """The same if the comparison is fused and has the constant as an operand."""
         constants = [
             int(found.attributes)
             for name in root.operands

@@ -1,9 +1,9 @@
 """Parts of the memory that a compiled step needs on one device.
 
-Parameters, moments, carried state and batch are exact. Gradients count one float32 array a
-parameter. Saved activations are read from the program: arrays that a loop of the forward fills
-slice by slice for the backward. What remains of the compiler's total is temporary; the parts need
-not all exist at one time, so the remainder can be 0.
+Parameters, moments, carried state and batch are exact. Gradients are counted as one float32 array
+per parameter. Saved activations are read from the program: arrays that a loop of the forward fills
+slice by slice for the backward. The rest of the compiler's total is temporary. The parts need not
+all exist at the same time, so the rest can be 0.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def memory_parts(facts: Facts, module: Module) -> Memory:
 
 
 def stacked(module: Module) -> list[Array]:
-    """Arrays that the forward's loop over layers fills, one slice a layer."""
+    """Arrays that the forward's loop over layers fills, one slice per layer."""
     found: list[Array] = []
     for visit in visits(module):
         loop = visit.instruction

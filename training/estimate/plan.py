@@ -1,7 +1,7 @@
 """A plan: what a config's training step would need and take on a TPU topology, as one record.
 
 The step time is a roofline, not a measurement. Every instruction takes the longer of its bundles
-and its HBM traffic; Pallas kernels take `KERNEL_STALLS` times as long a bundle as XLA's programs.
+and its HBM traffic; Pallas kernels take `kernel_stalls` times as long a bundle as XLA's programs.
 Collectives add what no work between start and done hides, and `timeline` says how long context
 ranks wait for each other.
 """
@@ -26,9 +26,10 @@ from training.estimate.timeline import (
     seconds_of,
     simulate,
 )
-from training.estimate.topology import KERNEL_STALLS, Generation, Topology
+from training.estimate.topology import Generation, Topology
+from training.options import MeshOptions
 
-MESH_AXES = ("data", "fsdp", "context", "tensor")
+MESH_AXES = tuple(field.name for field in dataclasses.fields(MeshOptions))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,12 +207,14 @@ def summed(exchanged: list[Collective], generation: Generation) -> tuple[Collect
 
 def assumptions(generation: Generation) -> tuple[str, ...]:
     """What the step time rests on, one line each."""
+    built_in = "built in, calibrated on published times of tpu7x; `make tpu-check` measures them"
     return (
+        f"speeds of {generation.name}: {generation.measured or built_in}",
         f"a device has {generation.flops_a_second / 1e12:.0f} TFLOP/s in bfloat16, "
         f"{generation.hbm_bytes_a_second / 1e12:.2f} TB/s of HBM, links of "
         f"{generation.link_bytes_a_second / 1e9:.0f} GB/s each way",
         f"XLA's programs issue {generation.clock / 1e9:.2f} bundles/ns, as in a large product at "
-        f"peak; Pallas kernels take {KERNEL_STALLS} times as long (calibrated on tpu7x only)",
+        f"peak; Pallas kernels take {generation.kernel_stalls:.3g} times as long",
         "an instruction takes the longer of its bundles and its HBM bytes; copies run beside it",
         "a collective is a ring over one link in both directions; data parallel rows are full",
     )

@@ -1,7 +1,7 @@
-"""Work of a compiled program: every instruction with how often it runs, its bundles and HBM bytes.
+"""Work of a compiled program: each instruction's number of executions, bundles and HBM bytes.
 
-A fusion's operand that is only sliced counts with its slices, and a buffer that is updated in place
-counts with the update. Pallas kernels count each operand and result once.
+If a fusion only slices an operand, the slices are counted; if a buffer is updated in place, the
+update is counted. For Pallas kernels each operand and result is counted once.
 """
 
 import re
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from training.estimate.hlo import Computation, Instruction, Module
 
-# Instructions that move no data: names for existing buffers, and ends of asynchronous pairs.
+# Instructions that move no data: aliases of existing buffers, and ends of asynchronous pairs.
 _FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional"),
     *("call", "after-all", "partition-id", "replica-id", "opt-barrier", "optimization-barrier"),
@@ -37,7 +37,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Work:
-    """What one execution of an instruction costs a device: bundles of its core, bytes of HBM."""
+    """The cost of one execution of an instruction on a device: bundles and bytes of HBM."""
 
     visit: Visit
     bundles: int
@@ -78,7 +78,7 @@ def works(module: Module, programs: Mapping[str, int]) -> list[Work]:
 
 
 def _counts(found: list[Visit], programs: Mapping[str, int]) -> dict[str, int]:
-    """Bundles by instruction. The compiler writes equal kernels once, under one of their names."""
+    """Bundles by instruction. The compiler emits equal kernels once, under one of their names."""
     by_name = {visit.instruction.name: visit for visit in found}
     known = {name: count for name, count in programs.items() if name in by_name}
     shared: dict[tuple, int] = {}
@@ -89,7 +89,7 @@ def _counts(found: list[Visit], programs: Mapping[str, int]) -> dict[str, int]:
 
 
 def _kind(visit: Visit) -> tuple:
-    """What equal kernels share: opcode, name without its number, shapes of results and operands."""
+    """A key of equal kernels: opcode, name without number, shapes of results and operands."""
     instruction = visit.instruction
     operands = visit.computation.by_name
     shapes = tuple(operands[name].outputs for name in instruction.operands if name in operands)

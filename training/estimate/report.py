@@ -25,17 +25,17 @@ def _summary(plan: Plan) -> Iterator[str]:
     yield (
         f"{facts.parameters / 1e6:,.1f}M parameters, {facts.layers} layers, on {plan.devices} "
         f"devices of {plan.topology} ({mesh}); a step takes {plan.rows} rows x "
-        f"{plan.tokens_a_row} tokens ({plan.tokens_a_step:,} in all)"
+        f"{plan.tokens_a_row} tokens ({plan.tokens_a_step:,} in total)"
     )
     seconds = facts.lower_seconds + facts.compile_seconds
-    yield f"compiled in {seconds:.1f} s, {facts.lower_seconds:.1f} s of it before the compiler"
+    yield f"compiled in {seconds:.1f} s, {facts.lower_seconds:.1f} s of it tracing and lowering"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
     needed, capacity = plan.facts.needed, plan.hbm_capacity
     left = capacity - needed
     yield (
-        f"memory of a device: {_size(needed)} of {_size(capacity)}, "
+        f"memory per device: {_size(needed)} of {_size(capacity)}, "
         + (f"fits with {_size(left)} to spare" if plan.fits else f"{_size(-left)} too much")
         + f" (the compiler's peak, with program code: {_size(plan.facts.live)})"
     )
@@ -46,18 +46,19 @@ def _memory(plan: Plan) -> Iterator[str]:
 def _work(plan: Plan) -> Iterator[str]:
     facts = plan.facts
     yield (
-        f"model FLOPs a step {facts.model_flops:.3e}, hardware FLOPs {facts.hardware_flops:.3e} "
+        f"model FLOPs per step {facts.model_flops:.3e}, hardware FLOPs {facts.hardware_flops:.3e} "
         f"(recomputation and chunks: x {facts.hardware_flops / facts.model_flops:.2f})"
     )
-    yield f"of a device and step: {plan.bundles:,} bundles, {_size(plan.hbm_bytes)} of HBM traffic"
+    yield f"per device and step: {plan.bundles:,} bundles, {_size(plan.hbm_bytes)} of HBM traffic"
     for name, count in plan.kernel_bundles.items():
         yield f"  {name:28s}{count:>14,d} bundles"
     if plan.unknown_loops:
-        yield f"  loops counted once, their trip counts depend on data: {len(plan.unknown_loops)}"
+        loops = len(plan.unknown_loops)
+        yield f"  loops counted once because their trip counts depend on data: {loops}"
 
 
 def _exchange(plan: Plan) -> Iterator[str]:
-    yield "collectives of a device and step:"
+    yield "collectives per device and step:"
     if not plan.collectives:
         yield "  none"
     for each in plan.collectives:

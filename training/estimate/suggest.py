@@ -37,8 +37,8 @@ def _fitting_mesh(config: ConfigDict, devices: int) -> str:
     data, model = config.data, config.model
     cut = {
         "context": data.sequence_length,
-        "fsdp": math.gcd(data.global_batch_size // axes["data"], model.d_model),
-        "data": data.global_batch_size // axes["fsdp"],
+        "fsdp": math.gcd(data.global_batch_size // (axes["data"] * axes["expert"]), model.d_model),
+        "data": data.global_batch_size // (axes["fsdp"] * axes["expert"]),
         "tensor": math.gcd(model.kda_heads, model.d_ff),
     }
     for axis, size in cut.items():
@@ -93,7 +93,7 @@ def _steps(config: ConfigDict) -> Iterator[tuple[str, int | str]]:
     mesh = config.mesh
     if mesh.data > 1 and config.model.d_model % (mesh.data * mesh.fsdp) == 0:
         yield "mesh.fsdp", mesh.data * mesh.fsdp
-    rows = config.data.global_batch_size // (mesh.data * mesh.fsdp)
+    rows = config.data.global_batch_size // (mesh.data * mesh.fsdp * mesh.expert)
     parts = config.train.grad_accum_steps
     while parts * 2 <= rows and rows % (parts * 2) == 0:
         parts *= 2

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from training.estimate.bundles import Loop
 from training.estimate.collectives import Collective
 from training.estimate.program import Work, is_kernel
-from training.estimate.topology import HOP_SECONDS, KERNEL_STALLS, Generation
+from training.estimate.topology import Generation
 
 CONTEXT = "context"
 FORWARD_KERNEL, BACKWARD_KERNEL = "kda_forward", "kda_backward"
@@ -192,8 +192,9 @@ def relay_of(tree: Loop, generation: Generation, backward: bool) -> Relay:
         at, send, groups = tree.items.index(group), group.sends[-1], group.trips
         before, tail = tree.bundles(0, at), tree.bundles(at + 1)
         slot, after = group.bundles(0, send), group.bundles(send)
-    scale = KERNEL_STALLS / generation.clock
-    wire = (group.sent if group else 0) / generation.link_bytes_a_second + HOP_SECONDS
+    scale = generation.kernel_stalls / generation.clock
+    sent = group.sent if group else 0
+    wire = sent / generation.link_bytes_a_second + generation.hop_seconds
     return Relay(before * scale, slot * scale, after * scale, groups, tail * scale, wire, backward)
 
 
@@ -240,7 +241,7 @@ def events_of(
 
 def seconds_of(work: Work, generation: Generation) -> float:
     """One execution on a device: the longer of its bundles and its HBM traffic."""
-    stalls = KERNEL_STALLS if is_kernel(work.visit.instruction) else 1.0
+    stalls = generation.kernel_stalls if is_kernel(work.visit.instruction) else 1.0
     issue = work.bundles * stalls / generation.clock
     asynchronous = work.visit.instruction.opcode.endswith("-start")
     traffic = 0.0 if asynchronous else work.hbm_bytes / generation.hbm_bytes_a_second

@@ -2,9 +2,10 @@
 
 HBM sizes and bandwidths are those of `jax._src.tpu_info` (JAX 0.12), FLOP/s the published peaks.
 `clock` is the rate of bundles at which the compiler's own program for a product of two bfloat16
-matrices of 8192 x 8192 reaches the published peak; a Pallas kernel needs `KERNEL_STALLS` times as
+matrices of 8192 x 8192 reaches the published peak; a Pallas kernel needs `kernel_stalls` times as
 long a bundle, which is calibrated on tpu7x (docs/measurements.md). Link bandwidths are published
-totals over the number of links, one direction.
+totals over the number of links, one direction. `make tpu-check` measures these speeds
+(factors.py).
 """
 
 import math
@@ -12,9 +13,6 @@ import re
 from dataclasses import dataclass
 
 from errors import UserError
-
-KERNEL_STALLS = 1.85
-HOP_SECONDS = 1e-6  # a message's latency from a device to its neighbour
 
 
 class TopologyError(UserError):
@@ -27,6 +25,8 @@ class Generation:
 
     name: as in --plan. compiler_name: libtpu's. dimensions: of the torus, chips. devices_a_chip:
     two where each core is a device. cores: TensorCores of a device. hbm_bytes: capacity.
+    kernel_stalls: see above. hop_seconds: a message's latency from a device to its neighbour.
+    measured: where and when the speeds were measured; "" for the built-in ones.
     """
 
     name: str
@@ -39,6 +39,9 @@ class Generation:
     flops_a_second: float
     clock: float
     link_bytes_a_second: float
+    kernel_stalls: float = 1.85
+    hop_seconds: float = 1e-6
+    measured: str = ""
 
 
 GENERATIONS = {
@@ -67,8 +70,8 @@ class Topology:
         return math.prod(self.chips) * self.generation.devices_a_chip
 
     @classmethod
-    def parse(cls, text: str) -> "Topology":
-        """From "v6e:4x4", "tpu7x:4x4x4" or "v7x-4x4x4".
+    def parse(cls, text: str, flag: str = "--plan") -> "Topology":
+        """From "v6e:4x4", "tpu7x:4x4x4" or "v7x-4x4x4"; flag: for the error.
 
         Raises:
             TopologyError: an unknown generation, or sizes that its slices cannot have.
@@ -78,14 +81,14 @@ class Topology:
         generation = GENERATIONS.get({"7x": "tpu7x"}.get(name, _ALIASES.get(name, name)))
         if found is None or generation is None:
             raise TopologyError(
-                f"--plan={text}: needs generation:chips with one of {', '.join(GENERATIONS)}; "
+                f"{flag}={text}: needs generation:chips with one of {', '.join(GENERATIONS)}; "
                 "try v6e:2x2 or tpu7x:2x2x1"
             )
         chips = tuple(map(int, found.group(2).split("x")))
         if len(chips) != generation.dimensions or min(chips) < 1:
             near = "2x2" if generation.dimensions == 2 else "2x2x1"
             raise TopologyError(
-                f"--plan={text}: {generation.name} needs {generation.dimensions} sizes; "
+                f"{flag}={text}: {generation.name} needs {generation.dimensions} sizes; "
                 f"try {generation.name}:{near}"
             )
         return cls(generation, chips)

@@ -1,4 +1,4 @@
-"""The backward of the chunked form: the forward's walk reversed, see `kernels.kda.chunked`."""
+"""The backward of the chunked form: the forward's walk in reverse, see `kernels.kda.chunked`."""
 
 import functools
 from typing import NamedTuple
@@ -46,20 +46,20 @@ from kernels.vma import zeros_like_varying
 
 
 class Gradients(NamedTuple):
-    """Accumulated by the backward's walk."""
+    """Gradients that the backward's walk accumulates."""
 
-    raw: Raw  # [J, G, N, M, C, .] in the inputs' dtypes, the gate's parameters [J, G, 1, 1, .]
+    raw: Raw  # [J, G, N, M, C, .] in the inputs' dtypes; the gate's parameters [J, G, 1, 1, .]
     v: jax.Array
     default_initial_state: jax.Array | None  # [J, G, K, V]
     slots: Starts | None  # [J, G, n, ...]
 
 
 class Pulled(NamedTuple):
-    """Gradients that come through the returned state."""
+    """Gradients that flow through the returned state."""
 
     exits: jax.Array  # [J, G, K, V]
     ends: EndChunks | None
-    raw: Raw | None  # of the chunks segments end in
+    raw: Raw | None  # of the chunks in which segments end
     initial_state: jax.Array | None
     default_initial_state: jax.Array | None
 
@@ -106,7 +106,7 @@ def backward(problem: Problem, inputs: Inputs, segments: Segments, residuals: Ke
 
 
 def _final_state_vjp(problem, inputs: Inputs, segments, grid, call: Call, kept: Kept, d_final):
-    exits = no_state(grid, call)  # the last state is linear in them: any will do
+    exits = no_state(grid, call)  # the last state is linear in them, so any values will do
     initial, start = inputs.initial_state, inputs.default_initial_state
     if problem.final_state is FinalState.LAST:
         run = functools.partial(last_state, problem, segments)
@@ -122,7 +122,7 @@ def _final_state_vjp(problem, inputs: Inputs, segments, grid, call: Call, kept: 
 
 
 def _rebuild(kept: Kept, tokens, here: Here, starts, group, n):
-    """The step's local quantities, entry states and corrected values: kept, or computed again."""
+    """The step's local quantities, entry states and corrected values: kept, or recomputed."""
     if kept.saved is None:
         local = local_part(tokens, here, starts)
         _, S, v_new = through_chunks(at_step(kept.entry, group, n), tokens, local, starts)
@@ -134,7 +134,7 @@ def _rebuild(kept: Kept, tokens, here: Here, starts, group, n):
 def _through_starts(
     call: Call, here: Here, tokens, d_starts: Starts, gradients: Gradients, d_tokens, group, n
 ):
-    """What given states' contributions add to the gradients."""
+    """Adds the gradients through the contributions of given states."""
     if call.slots is not None:
         mine = chosen(call.slots.events, here.v.shape[:2], group, n)
         slots = jax.tree.map(
@@ -171,7 +171,7 @@ def _put_gradients(gradients: Gradients, d_raw: Raw, d_v, group, n) -> Gradients
 
 
 def _to_inputs(problem, inputs: Inputs, call: Call, gradients: Gradients, pulled: Pulled) -> Inputs:
-    """From gradients in the order of the walk, and of events' chunks, to those of the inputs."""
+    """Gradients of the inputs, from those in the order of the walk and those of events' chunks."""
     raw, d_initial, d_start = gradients.raw, pulled.initial_state, pulled.default_initial_state
     if call.ends is not None and pulled.raw is not None:
         raw = _add_events(call.ends, raw, pulled.raw)

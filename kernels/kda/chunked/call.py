@@ -1,4 +1,4 @@
-"""The arrays of a call of the chunked form, reordered for the walk, and the share of one step."""
+"""The arrays of a call of the chunked form, reordered for the walk, and the slice of one step."""
 
 import functools
 from typing import NamedTuple
@@ -17,9 +17,9 @@ from kernels.vma import zeros_like_varying
 
 
 class Call(NamedTuple):
-    """A call's arrays in the order of the walk; [J, G, ...] throughout."""
+    """A call's arrays in the order of the walk; all are [J, G, ...]."""
 
-    raw: Raw  # [J, G, N, M, C, .], the gate's parameters [J, G, 1, 1, .]
+    raw: Raw  # [J, G, N, M, C, .]; the gate's parameters are [J, G, 1, 1, .]
     v: jax.Array
     chunks: Chunks
     default_initial_state: jax.Array | None  # [J, G, K, V]
@@ -28,7 +28,7 @@ class Call(NamedTuple):
 
 
 class SlotEvents(NamedTuple):
-    """Slots of initial_state: where their segments start, and what they add there."""
+    """Slots of initial_state: where their segments start, and what they contribute there."""
 
     events: Events
     starts: Starts  # [J, G, n, C, V] and [J, G, n, K, V]
@@ -41,7 +41,7 @@ def grid_of(problem: Problem, inputs: Inputs) -> Grid:
 
 
 def arrange(problem: Problem, grid: Grid, inputs: Inputs, segments: Segments) -> Call:
-    """Deal the inputs out, and work out what given states add in the chunks they enter."""
+    """Reorders the inputs, and computes what given states contribute to the chunks they enter."""
     rows, heads = inputs.q.shape[:2]
     q, k, v, x, beta = (deal(grid, t) for t in (*inputs[:4], inputs.beta[..., None]))
     a_log = dt_bias = start = None
@@ -62,12 +62,12 @@ def arrange(problem: Problem, grid: Grid, inputs: Inputs, segments: Segments) ->
 
 
 def _by_chain(grid: Grid, x: jax.Array, rows: int) -> jax.Array:
-    """Of one entry a head [H, ...], one a chain [J, G, ...]."""
+    """From one entry per head [H, ...] to one per chain [J, G, ...]."""
     return jnp.broadcast_to(x, (rows, *x.shape)).reshape(*grid[:2], *x.shape[1:])
 
 
 def slot_starts(problem, call: Call, events: Events, raw: Raw, initial_state) -> Starts:
-    """What initial_state adds, by slot; raw: the tokens of the events' chunks."""
+    """What initial_state contributes, by slot; raw: the tokens of the events' chunks."""
     chunks = jax.tree.map(functools.partial(st.gather, events), call.chunks)
     starts = st.slot_starts(problem, raw, chunks, events.here, chain_states(initial_state))
     return jax.tree.map(lambda t: t.reshape(*call.v.shape[:2], *t.shape[1:]), starts)
@@ -79,7 +79,7 @@ def chain_states(states: jax.Array) -> jax.Array:
 
 
 def gather_raw(events: Events, raw: Raw) -> Raw:
-    """The raw tokens of events' chunks [Q, n, C, .], the gate's parameters [Q, 1, 1, .]."""
+    """The raw tokens of the events' chunks [Q, n, C, .]; the gate's parameters [Q, 1, 1, .]."""
     gathered = (st.gather(events, t) for t in raw[:4])
     chains = events.chunk.shape[0]
     gate = (None if t is None else t.reshape(chains, 1, 1, t.shape[-1]) for t in raw[4:])
@@ -96,7 +96,7 @@ def step_share(call: Call, group, n) -> Here:
 
 
 def step_starts(call: Call, here: Here, tokens: Tokens, group, n) -> Starts | None:
-    """What given states add to this step's chunks."""
+    """What given states contribute to this step's chunks."""
     starts = None
     if call.slots is not None:
         mine = chosen(call.slots.events, here.v.shape[:2], group, n)
@@ -108,8 +108,8 @@ def step_starts(call: Call, here: Here, tokens: Tokens, group, n) -> Starts | No
 
 
 def shared_start(call: Call, here: Here, tokens: Tokens, state: jax.Array) -> Starts:
-    """What default_initial_state [G, K, V] adds to this step's chunks; no work where no segment
-    starts."""
+    """What default_initial_state [G, K, V] contributes to this step's chunks; skipped if no segment
+    starts in them."""
     slots = 0 if call.slots is None else call.slots.events.chunk.shape[1]
     run = functools.partial(st.shared_start, slots=slots)
     args = tokens, here.chunks, state
@@ -118,17 +118,17 @@ def shared_start(call: Call, here: Here, tokens: Tokens, state: jax.Array) -> St
 
 
 def chosen(events: Events, chunks: tuple[int, ...], group, n) -> jax.Array:
-    """[G, M, n] float32 for a step of chunks = (G, M): 1 where a chunk is an event's."""
+    """[G, M, n] float32 for a step of chunks = (G, M): 1 if the chunk is that of the event."""
     number = n * chunks[1] + jnp.arange(chunks[1])
     chunk, present = (x.reshape(-1, chunks[0], x.shape[1])[group] for x in events)
     return ((chunk[:, None] == number[:, None]) & present[:, None]).astype(jnp.float32)
 
 
 def spread(chosen, x):
-    """Events [G, n, ...] to the chunks they are in [G, M, ...]."""
+    """From events [G, n, ...] to the chunks they are in [G, M, ...]."""
     return jnp.einsum("gmn,gnab->gmab", chosen, x, precision="highest")
 
 
 def pick(chosen, x):
-    """Chunks [G, M, ...] to their events [G, n, ...], 0 for events elsewhere."""
+    """From chunks [G, M, ...] to their events [G, n, ...]; 0 for events elsewhere."""
     return jnp.einsum("gmn,gmab->gnab", chosen, x, precision="highest")

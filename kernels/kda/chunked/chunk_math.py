@@ -1,15 +1,15 @@
 """Stages of one chunk of C tokens (`problem.CHUNK`) as pure functions on [..., C, channels].
 
-Letters follow the chunked form of Kimi Delta Attention (arXiv 2510.26692): with E the decay factor
+Letters follow the chunked form of Kimi Delta Attention (arXiv 2510.26692). With E the decay factor
 of each token and D(j, i) the product of E over the tokens j+1 .. i (C is a power of two),
 
-    L_ij = beta_i sum_d k_id k_jd D(j, i)_d  (j < i)      Aqk_ij = sum_d q_id k_jd D(j, i)_d  (j <=
-    i)
+    L_ij   = beta_i sum_d k_id k_jd D(j, i)_d    (j < i)
+    Aqk_ij = sum_d q_id k_jd D(j, i)_d           (j <= i)
 
-Decay factors are multiplied, never divided, and log decays never subtracted: whatever the decay
-(-1000 a token, or the zero factor that starts a segment), nothing overflows and nothing forgotten
-comes back. For half-sizes n = 1, 2, .. C/2 the second half of each block of 2n tokens meets its
-first half, with D split at the boundary into two factors of at most 1 (`halves`).
+Decay factors are only multiplied, never divided, and log decays are never subtracted. So whatever
+the decay (-1000 per token, or the zero factor that starts a segment), nothing overflows and nothing
+forgotten reappears. For half-sizes n = 1, 2, .. C/2, the second half of each block of 2n tokens is
+combined with its first half; D is split at the boundary into two factors of at most 1 (`halves`).
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ def blocks(x: jax.Array, n: int) -> jax.Array:
 
 
 class Level(NamedTuple):
-    """Decay factors of half-size n: the products of D on both sides of each block's middle."""
+    """Decay factors of half-size n: the products of E on both sides of each block's middle."""
 
     n: int
     prefix: jax.Array  # [..., C / 2n, n, K], second halves: middle to token, inclusive
@@ -34,8 +34,8 @@ class Level(NamedTuple):
 
 
 def halves(factor: jax.Array) -> tuple[list[Level], jax.Array, jax.Array]:
-    """From decay factors [..., C, K] to the levels n = 1, 2, .. C/2 and, for the whole chunk, the
-    inclusive products from its start (prefix) and the products after each token to its end
+    """Computes from decay factors [..., C, K] the levels n = 1, 2, .. C/2 and, for the whole chunk,
+    the inclusive products from its start (prefix) and the products after each token to its end
     (suffix).
     """
     shape = factor.shape
@@ -52,7 +52,7 @@ def halves(factor: jax.Array) -> tuple[list[Level], jax.Array, jax.Array]:
 
 
 def intra(levels, q, k, beta):
-    """Below the diagonal: L by level (a list of [..., C / 2n, n, n]) and Aqk [..., C, C]."""
+    """L below the diagonal, by level (a list of [..., C / 2n, n, n]), and Aqk [..., C, C]."""
     below = []
     scores = jnp.sum(q * k, -1)[..., None, None]  # blocks of one token: the diagonal
     for level in levels:
@@ -75,8 +75,9 @@ def level_operands(level: Level, q, beta_k, k):
 def solve(below) -> jax.Array:
     """(I + L)^-1 [..., C, C] from L's blocks by level.
 
-    Doubles inverted diagonal blocks: each off-diagonal block is -X22 L X11. Exact for identical
-    keys without decay, where a Neumann series of C terms cancels catastrophically.
+    Doubles the size of inverted diagonal blocks: each off-diagonal block is -X22 L X11. This is
+    exact for identical keys without decay, where a Neumann series of C terms cancels
+    catastrophically.
     """
     inverse = jnp.ones_like(below[0][..., :1, :1])
     inverse = jnp.concatenate([inverse, inverse], axis=-3)
@@ -88,7 +89,7 @@ def solve(below) -> jax.Array:
 
 
 def _join(diagonal: jax.Array, cross: jax.Array) -> jax.Array:
-    """Blocks [..., 2m, n, n] and what lies below each pair [..., m, n, n] -> [..., m, 2n, 2n]."""
+    """Blocks [..., 2m, n, n] and the block below each pair [..., m, n, n] -> [..., m, 2n, 2n]."""
     pairs = diagonal.reshape(*diagonal.shape[:-3], -1, 2, *diagonal.shape[-2:])
     top = jnp.concatenate([pairs[..., 0, :, :], jnp.zeros_like(cross)], axis=-1)
     bottom = jnp.concatenate([cross, pairs[..., 1, :, :]], axis=-1)
@@ -96,8 +97,8 @@ def _join(diagonal: jax.Array, cross: jax.Array) -> jax.Array:
 
 
 def _unjoin(x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Of [..., C, C], the blocks [..., C / 2n, n, n] where second halves meet first halves, by
-    level, and the diagonal [..., C, 1]: what `_join` joins."""
+    """The inverse of `_join`: from [..., C, C] the blocks [..., C / 2n, n, n] between second and
+    first halves, by level, and the diagonal [..., C, 1]."""
     below, x = [], x[..., None, :, :]
     while x.shape[-1] > 1:
         n = x.shape[-1] // 2
@@ -109,10 +110,10 @@ def _unjoin(x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
 
 def intra_backward(levels, q, k, beta, d_lower, d_scores):
     """Gradients through `intra`, from those of L and Aqk [..., C, C] (only entries j < i of d_lower
-    and j <= i of d_scores count).
+    and j <= i of d_scores are used).
 
-    Returns d_q, what `beta k` gets as rows of L, what k gets as columns of both, and what the log
-    decay gets, each [..., C, K].
+    Returns the gradients of q, of `beta k` as rows of L, of k as columns of both, and of the log
+    decay, each [..., C, K].
     """
     (d_lowers, _), (d_crosses, own) = _unjoin(d_lower), _unjoin(d_scores)
     d_q, d_rows, d_columns, d_a = own * k, jnp.zeros_like(k), own * q, jnp.zeros_like(k)
@@ -136,12 +137,13 @@ def intra_backward(levels, q, k, beta, d_lower, d_scores):
 
 
 def _sum_straddling(shares, n: int):
-    """What the log decay of each token gets from pairs (j, i) of a block of 2n tokens, j < it <= i.
+    """The gradient of each token's log decay from the pairs (j, i) of a block of 2n tokens that
+    straddle it: j < token <= i.
 
-    shares [..., 2n, K]: of the first half, the sum over pairs of each j; of the second half, of
-    each i. A second-half token is straddled by the pairs whose i is not before it, a first-half
-    token by those whose j is before it. Only pairs that count are added, never subtracted: under
-    strong decay the result is far smaller than what a running sum of all pairs would cancel.
+    shares [..., 2n, K] are sums over pairs: of each j in the first half, of each i in the second.
+    A second-half token is straddled by the pairs whose i is not before it, a first-half token by
+    the pairs whose j is before it. Only straddling pairs are added, and none is subtracted: under
+    strong decay the result is far smaller than the terms that a running sum of all pairs cancels.
     """
     t = jnp.arange(2 * n)
     token, pair = t[:, None], t[None]
@@ -151,7 +153,7 @@ def _sum_straddling(shares, n: int):
 
 
 def later(x: jax.Array) -> jax.Array:
-    """Sum over this token and those after it, [..., C, K]."""
+    """Sum over this token and all later ones, [..., C, K]."""
     t = jnp.arange(x.shape[-2])
     return _apply(t[None] >= t[:, None], x)
 

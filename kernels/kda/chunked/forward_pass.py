@@ -35,14 +35,14 @@ from kernels.vma import zeros_like_varying
 
 
 class EndChunks(NamedTuple):
-    """Of the chunks that segments 0 .. n - 1 end in."""
+    """Arrays of the chunks in which segments 0 .. n - 1 end."""
 
     S: jax.Array  # [J, G, n, K, V] entry states
     v_new: jax.Array  # [J, G, n, C, V]
 
 
 class Saved(NamedTuple):
-    """What StatePolicy.SAVE keeps by step [J, G, N, M, ...]."""
+    """The intermediate results that StatePolicy.SAVE keeps, by step [J, G, N, M, ...]."""
 
     S: jax.Array  # [..., K, V]
     v_new: jax.Array  # [..., C, V]
@@ -51,7 +51,7 @@ class Saved(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the forward leaves for the backward."""
+    """The residuals for the backward."""
 
     entry: jax.Array  # [J, G, N, K, V] state before each step
     ends: EndChunks | None  # for FinalState.ALL
@@ -129,7 +129,7 @@ def _keep(call: Call, kept: Kept, local: Local, S, v_new, group, n) -> Kept:
 
 
 def _final_state(problem: Problem, inputs: Inputs, segments: Segments, call: Call, exits, kept):
-    """The rank's share of the returned state; differentiated in `_final_state_vjp`."""
+    """This rank's contribution to the returned state; differentiated in `_final_state_vjp`."""
     initial, start = inputs.initial_state, inputs.default_initial_state
     if problem.final_state is FinalState.LAST:
         return last_state(problem, segments, exits, initial, start)
@@ -140,7 +140,7 @@ def _final_state(problem: Problem, inputs: Inputs, segments: Segments, call: Cal
 
 
 def last_state(problem: Problem, segments: Segments, exits, initial, start):
-    """Padding passes the state on: the last rank's exit state is that of the row's last segment."""
+    """Padding leaves the state unchanged, so the last rank's exit state is the last segment's."""
     exits = exits.reshape(segments.index.shape[0], -1, *exits.shape[2:])  # [B, H, K, V]
     starts = start_states(initial, start, 1, exits)[:, 0]
     last = jnp.where((segments.count == 0)[..., None, None], starts, exits)

@@ -1,12 +1,12 @@
-"""How the chunked form walks a rank's tokens, and what segments mean inside its chunks.
+"""The order in which the chunked form processes a rank's tokens, and segments inside its chunks.
 
-A chain is one head of one row; a chunk is C = CHUNK tokens of a chain. Chains are dealt into groups
-and chunks into steps, so that what one step computes stays in the processor's cache:
+A chain is one head of one row; a chunk is C = CHUNK tokens of a chain. Chains are divided into
+groups and chunks into steps, so that the arrays of one step fit the processor's cache:
 
     token arrays [B, H, T, ...] -> [J, G, N, M, C, ...]
 
-with J groups of G chains and N steps of M chunks; for full chunks a reshape, not a copy. One step
-works on [G, M, C, ...].
+with J groups of G chains and N steps of M chunks. If all chunks are full, this is a reshape without
+a copy. One step works on [G, M, C, ...].
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from kernels.kda.problem import CHUNK
 from kernels.segments import Segments
 
-STEP_CHUNKS = 16  # chunks a step: half a MB a float32 array of 128 channels; see NOTES.md
+STEP_CHUNKS = 16  # chunks per step: half a MB per float32 array of 128 channels; see NOTES.md
 
 
 class Grid(NamedTuple):
@@ -32,8 +32,8 @@ class Grid(NamedTuple):
 def plan_grid(chains: int, length: int, ranks: int) -> Grid:
     """Grid for `chains` = B H chains of `length` tokens (a multiple of CHUNK) on each of the ranks.
 
-    Ranks work on different chain groups at a time (`wavefront`), so more ranks want more groups.
-    The number of groups divides the number of chains.
+    Ranks work on different chain groups at the same time (`wavefront`), so more ranks need more
+    groups. The number of groups divides the number of chains.
     """
     sizes = [n for n in range(1, chains + 1) if chains % n == 0]
     wanted = 1 if ranks == 1 else max(n for n in sizes if n <= 2 * ranks)
@@ -78,9 +78,9 @@ def _start(x: jax.Array, group, step) -> tuple:
 class Chunks(NamedTuple):
     """Segments by token, each [..., C, 1].
 
-    `owner` is the segment that the state belongs to after the token: padding keeps the owner before
-    it, and it is -1 in a chunk until the chunk's first real token. `started` counts the segments
-    started in the chunk so far: tokens of one chunk share a segment exactly if it is equal.
+    `owner` is the segment to which the state belongs after the token. Padding keeps the previous
+    owner; before the chunk's first real token it is -1. `started` counts the segments started in
+    the chunk so far: two tokens of a chunk share a segment if and only if their counts are equal.
     """
 
     valid: jax.Array  # bool

@@ -1,16 +1,17 @@
-"""Given states in and segment states out for the chunked form, where a segment starts or ends
-inside a chunk. The chunk algebra lives in `chunked`; here are plain functions for JAX to
-differentiate.
+"""Given start states and returned segment states in the chunked form, if a segment starts or ends
+inside a chunk. The chunk algebra is in `chunked`; these are plain functions that JAX
+differentiates.
 
 The walk over chunks forgets everything at a segment's first token (decay factor 0), which is exact
-for segments that start from zero. A segment that starts from a state S0 adds, with P the product of
-its own decay factors up to a token (its first token's included): (beta k P) S0 to what the delta
-rule subtracts in the chunk it starts in, (q P) S0 to the output there, and P S0 to the chunk's exit
-state if it reaches it. Later chunks see nothing special.
+for segments that start from zero. For a segment that starts from a state S0, let P be the product
+of its own decay factors up to and including a token. In the chunk where it starts, it adds
+(beta k P) S0 to what the delta rule subtracts, (q P) S0 to the output, and P S0 to the chunk's exit
+state if it reaches the end of the chunk. Later chunks need no special treatment.
 
-A slot of `initial_state`, and a returned segment state, concern one chunk of a chain: those chunks
-are gathered ("events"), and the walk adds or reads them where it passes. `default_initial_state`
-may concern any number of chunks: `shared_start` handles all chunks of a step.
+A slot of `initial_state`, and a returned segment state, each concern one chunk of a chain. These
+chunks ("events") are gathered, and the walk adds or reads their values when it reaches them.
+`default_initial_state` may concern any number of chunks, so `shared_start` handles all chunks of a
+step.
 
 Arrays of events are [Q, n, ...] with Q = J G chains and n slots or segments.
 """
@@ -29,7 +30,7 @@ from kernels.segments import Segments
 
 
 class Starts(NamedTuple):
-    """What given start states add, by chunk (or event); see the module's text."""
+    """The contributions of given start states, by chunk (or event); see the module docstring."""
 
     subtracted: jax.Array  # [..., C, V]
     out: jax.Array  # [..., C, V]
@@ -39,7 +40,7 @@ class Starts(NamedTuple):
 class Events(NamedTuple):
     """Where the n-th segment of a chain starts (or ends)."""
 
-    chunk: jax.Array  # [Q, n] int32, 0 where not on this rank
+    chunk: jax.Array  # [Q, n] int32, 0 if not on this rank
     here: jax.Array  # [Q, n] bool
 
 
@@ -59,7 +60,7 @@ def end_events(segments: Segments, heads: int, number: int) -> Events:
 
 
 def _is_segment(segments: Segments, number: int):
-    """[B, number, T] bool: the token is of segment n."""
+    """[B, number, T] bool: whether the token belongs to segment n."""
     return segments.index[:, None] == jnp.arange(number)[:, None]
 
 
@@ -68,7 +69,7 @@ def _to_chains(chunk, here, heads: int) -> Events:
 
 
 def gather(events: Events, x: jax.Array) -> jax.Array:
-    """Of x [J, G, N, M, ...] the events' chunks [Q, n, ...]."""
+    """The events' chunks [Q, n, ...] of x [J, G, N, M, ...]."""
     chains = events.chunk.shape[0]
     x = x.reshape(chains, -1, *x.shape[4:])
     return x[jnp.arange(chains)[:, None], events.chunk]
@@ -83,8 +84,8 @@ def scatter_add(events: Events, x: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def slot_starts(problem: Problem, raw: Raw, chunks: Chunks, here: jax.Array, initial) -> Starts:
-    """What slots add to the chunks their segments start in. raw, chunks: of those chunks
-    [Q, n, C, .]; here [Q, n]; initial [Q, n, K, V]."""
+    """The contributions of slots to the chunks in which their segments start. raw and chunks are
+    those chunks' [Q, n, C, .]; here [Q, n]; initial [Q, n, K, V]."""
     tokens = prepare(problem, raw, chunks.valid)
     number = jnp.arange(here.shape[1])[:, None, None]
     mine = here[..., None, None] & (chunks.owner == number)  # [Q, n, C, 1]
@@ -98,8 +99,8 @@ def slot_starts(problem: Problem, raw: Raw, chunks: Chunks, here: jax.Array, ini
 
 
 def shared_start(tokens: Tokens, chunks: Chunks, state: jax.Array, slots: int) -> Starts:
-    """Segments from number `slots` on all start from state [G, K, V]; tokens and chunks
-    [G, M, C, .]."""
+    """The contributions of `state` [G, K, V], from which all segments from number `slots` on start;
+    tokens and chunks [G, M, C, .]."""
     mine = (chunks.started > 0) & (chunks.owner >= slots)
     decay = jnp.where(mine, _restarting_prefix(jnp.exp(tokens.a), chunks.first), 0)
     state = jnp.broadcast_to(state[:, None], (*tokens.k.shape[:2], *state.shape[1:]))
@@ -111,11 +112,11 @@ def shared_start(tokens: Tokens, chunks: Chunks, state: jax.Array, slots: int) -
 
 
 def segment_ends(problem: Problem, raw: Raw, chunks: Chunks, here, entries, deltas, starts):
-    """States after segments [Q, n, K, V], 0 where the segment does not end on this rank.
+    """States after segments [Q, n, K, V], 0 if the segment does not end on this rank.
 
     raw, chunks [Q, n, C, .], entry states `entries` [Q, n, K, V] and corrected values `deltas`
-    [Q, n, C, V] are those of the chunks the segments end in; starts [Q, n, K, V] what they start
-    from.
+    [Q, n, C, V] are those of the chunks in which the segments end; starts [Q, n, K, V] are the
+    segments' start states.
     """
     tokens = prepare(problem, raw, chunks.valid)
     number = jnp.arange(here.shape[1])[:, None, None]
@@ -145,7 +146,7 @@ def suffix_product(factor):
 
 
 def _restarting_prefix(factor, first):
-    """Inclusive running product that begins anew at each first token [..., C, 1]."""
+    """Inclusive running product that restarts at each first token [..., C, 1]."""
     shape, n = factor.shape, 1
     whole = ~first  # no restart since the block's start
     while n < shape[-2]:

@@ -1,5 +1,5 @@
-"""What one step of the chunked form computes from its chunks [G, M, C, .] (`layout`), forward and
-backward. Letters as in `chunked`."""
+"""The computation of one step of the chunked form on its chunks [G, M, C, .] (`layout`), forward
+and backward. Letters as in `chunked`."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from kernels.vma import zeros_like_varying
 
 
 class Here(NamedTuple):
-    """One step's share of a call: [G, M, C, .], the gate's parameters [G, 1, 1, .]."""
+    """One step's slice of a call: [G, M, C, .]; the gate's parameters [G, 1, 1, .]."""
 
     raw: Raw
     v: jax.Array
@@ -24,7 +24,7 @@ class Here(NamedTuple):
 
 
 class Local(NamedTuple):
-    """What a step's chunks [G, M, ...] are before any state enters."""
+    """The state-independent quantities of a step's chunks [G, M, ...]."""
 
     levels: list[cm.Level]
     P: jax.Array  # [G, M, C, K]
@@ -36,7 +36,7 @@ class Local(NamedTuple):
 
 
 def local_part(tokens: Tokens, here: Here, starts: Starts | None, matrices=None) -> Local:
-    """The work without states; matrices (A, Aqk) where they were kept."""
+    """Computes everything that needs no state; matrices are (A, Aqk) if they were kept."""
     # A segment's first token forgets exactly what came before it.
     levels, P, F = cm.halves(jnp.where(here.chunks.first, 0, jnp.exp(tokens.a)))
     if matrices is None:
@@ -52,8 +52,8 @@ def local_part(tokens: Tokens, here: Here, starts: Starts | None, matrices=None)
 
 
 def through_chunks(state, tokens: Tokens, local: Local, starts: Starts | None):
-    """The state through a step's chunks: (exit state [G, K, V], entry states [G, M, K, V],
-    v_new)."""
+    """Passes the state through a step's chunks. Returns (exit state [G, K, V], entry states
+    [G, M, K, V], v_new)."""
     kg, G = tokens.k * local.F, local.P[..., -1, :, None]
     S = zeros_like_varying(kg, (*kg.shape[:2], *state.shape[1:]))
 
@@ -69,7 +69,8 @@ def through_chunks(state, tokens: Tokens, local: Local, starts: Starts | None):
 
 
 def back_through_chunks(d_state, tokens: Tokens, local: Local, d_v_new, d_S):
-    """Through a step's chunks in reverse, from the parts of d_v_new and d_S that need no state.
+    """Passes the state's gradient through a step's chunks in reverse, from the parts of d_v_new and
+    d_S that need no state.
 
     Returns (gradient of the entry state [G, K, V], d_v_new, gradients of the exit states [G, M, K,
     V]).
@@ -90,7 +91,7 @@ def back_through_chunks(d_state, tokens: Tokens, local: Local, d_v_new, d_S):
 
 
 def chunk_gradients(tokens: Tokens, here: Here, local: Local, S, v_new, d_o, d_v_new, d_next):
-    """Gradients of tokens, of v and of the solve's right side, all inside chunks."""
+    """Gradients of tokens, of v and of the solve's right-hand side, all inside chunks."""
     (q, k, beta, _), P, F = tokens, local.P, local.F
     d_rhs = dot(local.A, d_v_new, "aa")
     both = jnp.concatenate([d_o, d_rhs], -2)

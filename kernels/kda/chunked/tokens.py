@@ -1,4 +1,4 @@
-"""From a call's tokens to what the recurrence takes, float32, on arrays [..., C, channels]."""
+"""Prepares a call's tokens for the recurrence, in float32, on arrays [..., C, channels]."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from kernels.kda.problem import Problem
 
 
 class Raw(NamedTuple):
-    """Tokens as given, any float dtype, with the gate's parameters as they broadcast against x."""
+    """Tokens as given, in any float dtype, and the gate's parameters, broadcastable against x."""
 
     q: jax.Array  # [..., C, K]
     k: jax.Array
@@ -21,16 +21,16 @@ class Raw(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Prepared tokens, float32; padding is zero, and so does not decay."""
+    """Prepared tokens, float32; all values are zero at padding, so padding does not decay."""
 
-    q: jax.Array  # scaled, and normalized where asked
+    q: jax.Array  # scaled, and normalized if requested
     k: jax.Array
     beta: jax.Array  # [..., C, 1]
     a: jax.Array  # log decay
 
 
 def prepare(problem: Problem, raw: Raw, valid: jax.Array) -> Tokens:
-    """Mask padding first, so that its values cannot reach a result or a gradient."""
+    """Prepares tokens. Padding is masked first, so that it cannot affect a result or a gradient."""
     q, k, x, beta = (jnp.where(valid, t, 0).astype(jnp.float32) for t in raw[:4])
     if problem.l2norm:
         q, k = (t * reciprocal_norm(jnp.sum(t * t, -1, keepdims=True)) for t in (q, k))

@@ -1,10 +1,10 @@
-"""Passing the state between context ranks in the jnp form: a wavefront over chain groups.
+"""Passes the state between context ranks in the jax.numpy form: a wavefront over chain groups.
 
-Rank r works on chain group j while rank r - 1 works on group j + 1, and between phases each rank
-hands the finished group's state [G, K, V] to its successor. Compared with exchanging affine
-summaries of the ranks' tokens this does no extra arithmetic and keeps the float32 order of one
-device, so any number of ranks gives the same bits; the price is that ranks - 1 phases run with idle
-ranks. Measured in NOTES.md.
+Rank r works on chain group j while rank r - 1 works on group j + 1; between phases each rank sends
+the finished group's state [G, K, V] to its successor. Compared with exchanging affine summaries of
+the ranks' tokens, this needs no extra arithmetic and keeps the order of float32 operations of one
+device. The price is that some ranks are idle in ranks - 1 phases. NOTES.md has measurements, and
+why results may still differ in the last bit.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,15 @@ import jax.numpy as jnp
 
 
 def wavefront(axis_name: str | None, visit: Callable, states, carry, *, upstream: bool = False):
-    """Visit every chain group on every rank, in the order of the ranks.
+    """Visits every chain group on every rank, in the order of the ranks.
 
-    visit(group, active, state, carry) -> (state, carry) walks the group's tokens of this rank; with
-    active False it must return state and carry unchanged and do no work. states [J, G, K, V] are
-    what the first rank's visits start from; every other rank starts from what its predecessor ended
-    with. upstream=True: the last rank is first, states travel to lower ranks.
+    visit(group, active, state, carry) -> (state, carry) processes the group's tokens of this rank;
+    with active False it must return state and carry unchanged and do no work. states [J, G, K, V]
+    are the start states of the first rank's visits; every other rank starts from its predecessor's
+    final states. upstream=True reverses the order: the last rank is first, and states are sent to
+    lower ranks.
 
-    Returns (the states that this rank's visits ended with [J, G, K, V], carry).
+    Returns (the final states of this rank's visits [J, G, K, V], carry).
     """
     groups = states.shape[0]
     if axis_name is None:

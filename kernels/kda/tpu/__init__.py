@@ -1,9 +1,9 @@
-"""The TPU backend: `forward` and `backward` of problem.py by the Pallas kernels.
+"""The TPU backend: `forward` and `backward` of problem.py with Pallas kernels.
 
-layout.py         heads, channels and segments as the kernels want them, and back
+layout.py         converts heads, channels and segments to the kernels' layout and back
 forward_call.py   one kernel: forward_kernel.py, forward_steps.py
-backward_call.py  the same walk reversed: backward_kernel.py, backward_steps.py, backward_tiles.py
-pair_tiles.py, plan.py, relay.py, streams.py: what both share
+backward_call.py  the same walk in reverse: backward_kernel.py, backward_steps.py, backward_tiles.py
+pair_tiles.py, plan.py, relay.py, streams.py: shared by both
 """
 
 from kernels.kda.tpu.backward_call import backward

@@ -1,5 +1,5 @@
-"""The TPU backend's backward: from residuals and cotangents to the kernel's layout, and its
-gradients back. layout.py has the layout."""
+"""The TPU backend's backward: converts residuals and cotangents to the kernel's layout, and its
+gradients back. See layout.py for the layout."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ from kernels.vma import vary, varying_axes
 
 PAIRS = 16  # head pairs in lockstep: enough to hide a product's latency, see NOTES.md
 PAIRS_BETWEEN_RANKS = 8
-FEWEST_PAIRS = 4  # below it latency costs more than what the cotangent pass leaves costs in HBM
+FEWEST_PAIRS = 4  # with fewer, latency costs more than keeping the pass's results in HBM
 
 
 def backward(problem: Problem, inputs: Inputs, segments: Segments, residuals, d_out, d_final):
@@ -40,9 +40,9 @@ def backward(problem: Problem, inputs: Inputs, segments: Segments, residuals, d_
 
 
 def plan_backward(problem: Problem, inputs: Inputs) -> Plan:
-    """As the forward, in other groups. Between ranks at least two, so that a neighbour waits for
-    the first one's cotangent pass only, and where possible small enough to keep what the cotangent
-    pass leaves in VMEM."""
+    """The forward's plan with other groups. Between ranks there are at least two, so that a
+    neighbour waits only for the first group's cotangent pass. If possible they are small enough to
+    keep the results of the cotangent pass in VMEM."""
     plan = plan_forward(dataclasses.replace(problem, entry=Entry.UNUSED), inputs)
     pairs = plan.heads // 2
     most = PAIRS if plan.line is None else min(PAIRS_BETWEEN_RANKS, pairs // 2)
@@ -82,12 +82,13 @@ def backward_operands(
     if plan.rank_io_in_vmem:
         d_out = pltpu.with_memory_space_constraint(operands.d_out, pltpu.VMEM)
         operands = operands._replace(d_out=d_out)
-    # The coordinates vary over all mesh axes, the gradients only where these operands do.
+    # The coordinates vary over all mesh axes, the gradients only over those of the other operands.
     return operands._replace(coords=None if plan.line is None else coordinates(plan.line))
 
 
 def _exit_cotangents(plan: Plan, segments: Segments, d_final):
-    """(of the states at the row's end [heads, V, K], of the segments' before [heads, M, V, K])."""
+    """Cotangents of (the states at the row's end [heads, V, K], the earlier segments' final states
+    [heads, M, V, K])."""
     if d_final is None:
         return None, None
     if plan.problem.final_state is FinalState.LAST:
@@ -121,8 +122,8 @@ def _gradients(plan: Plan, inputs: Inputs, segments: Segments, outputs: Outputs,
 
 
 def _start_gradients(plan: Plan, inputs: Inputs, segments: Segments, d_starts, d_final):
-    """Of initial_state and default_initial_state. A segment without tokens returns its start state
-    as it is, so its cotangent is added here, once over the ranks."""
+    """Gradients of initial_state and default_initial_state. A segment without tokens returns its
+    start state unchanged, so its cotangent is added here, on one rank only."""
     if d_starts is None:
         return None, None
     slots = rows_states(plan, d_starts, inputs)
@@ -138,7 +139,7 @@ def _start_gradients(plan: Plan, inputs: Inputs, segments: Segments, d_starts, d
 
 
 def _gate_gradients(inputs: Inputs, parts):
-    """Of a_log [H] and dt_bias [H, K] from the kernel's partial sums."""
+    """Gradients of a_log [H] and dt_bias [H, K] from the kernel's partial sums."""
     if parts is None:
         return None, None
     rows, heads, _, keys = inputs.q.shape

@@ -1,26 +1,27 @@
 """The backward megakernel: KDA's gradients of all local chunks in one Pallas call.
 
-Plan. As in the forward, heads go in groups of `plan.group` pairs side by side, a step is one chunk
-of one group, and the kernel walks groups and steps itself, moving its tiles double buffered. Steps
-go from a group's last chunk to its first. A chunk has two stages (backward_tiles.py): the cotangent
-pass, which carries the state's cotangent, and the local stage, which yields the gradients.
+Plan. As in the forward, heads are processed in groups of `plan.group` pairs side by side, a step is
+one chunk of one group, and the kernel itself loops over groups and steps and copies its tiles,
+double buffered. Steps run from a group's last chunk to its first. A chunk has two stages
+(backward_tiles.py): the cotangent pass, which carries the state's cotangent, and the local stage,
+which computes the gradients.
 
     One device, each group:                 Ranks, each group:
-    take the exit state's cotangent         take the exit state's cotangent from the rank ahead
+    take the exit state's cotangent         receive the exit state's cotangent from the next rank
     each chunk: pass, then local stage      each chunk: pass; keep dr and dS'
-    give the entry state's away             hand the entry state's to the rank behind
+    write the entry state's cotangent       send the entry state's cotangent to the previous rank
                                             each chunk: local stage
 
-So a rank waits for its neighbour's cotangent pass only, and once the ranks are under way, for
-nothing. In VMEM for the whole call: the group's cotangents [heads, V, K] float32, transposed, sums
-for the gate's parameters, constant tables, and between ranks what the cotangent pass keeps, where
-it fits. The gradients of q, k, v and decay take the buffers of residuals and d_out where shapes
+So a rank waits only for its neighbour's cotangent pass, and after its first message not at all.
+VMEM holds for the whole call: the group's cotangents [heads, V, K] float32, transposed, sums for
+the gate's parameters, constant tables, and between ranks the results of the cotangent pass, if they
+fit. The gradients of q, k, v and decay reuse the buffers of residuals and d_out if the shapes
 agree: a tile is read before its gradient is written.
 
-Segments. As in the forward a decay of -1e30 cuts the chunk at a start, for free. With `plan.pieces`
-a chunk runs once a piece, last piece first, on the piece's own tokens; between two pieces the
-cotangent goes to the segment's start state, and the one of the earlier segment's final state
-takes its place.
+Segments. As in the forward, a decay of -1e30 at a segment's start resets the state, at no cost.
+With `plan.pieces` a chunk runs once per piece, last piece first, on that piece's tokens. Between
+two pieces the cotangent is added to that of the segment's start state, and is replaced by the
+cotangent of the earlier segment's final state.
 """
 
 import math
@@ -43,7 +44,7 @@ STEP = -1  # the direction in which cotangents pass along the ranks
 
 
 class Operands(NamedTuple):
-    """Inputs of the kernel, in HBM unless said; layouts as in forward_kernel.py."""
+    """Inputs of the kernel, in HBM unless noted; layouts as in forward_kernel.py."""
 
     q: Any  # [heads, T, K]
     k: Any  # [heads, T, K]
@@ -52,12 +53,12 @@ class Operands(NamedTuple):
     d_out: Any  # [heads, T, V]
     states: Any  # V // C arrays [heads, T, K]
     matrices: Any  # [heads, T, 2C]
-    v_new: Any  # [heads, T, V], or None: rebuilt
+    v_new: Any  # [heads, T, V], or None: recomputed
     columns: Any  # [groups, T, lanes] float32
     gate: Any  # VMEM [2, groups, group heads, K] float32, or None
     starts: Any  # [heads, slots, V, K] float32, or None
     d_exit: Any  # [heads, V, K] float32: cotangent of the row's last state, or None
-    d_finals: Any  # [heads, max_segments, V, K] float32: of the segments' before it, or None
+    d_finals: Any  # [heads, max_segments, V, K] float32: of the earlier segments' states, or None
     pieces: Any  # SMEM [groups, 1 + 2 rows, N] int32, or None
     coords: Any  # SMEM [mesh axes] int32, or None
 
@@ -69,12 +70,12 @@ class Outputs(NamedTuple):
     decay: Any  # [heads, T, K]
     beta: Any  # [groups, N, group heads, C] float32
     starts: Any  # [heads, slots, V, K] float32, or None
-    gate: Any  # [2, heads, 8, K] float32: parts of the sums for a_log and dt_bias, or None
+    gate: Any  # [2, heads, 8, K] float32: partial sums for a_log and dt_bias, or None
     kept: Any  # scratch, see `_kept_shapes`, or None: in VMEM or not needed
 
 
 def run(plan: Plan, operands: Operands) -> Outputs:
-    """Launch the kernel."""
+    """Launches the kernel."""
     specs = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), operands)
     places = {"gate": pltpu.VMEM, "pieces": pltpu.SMEM, "coords": pltpu.SMEM}
     for name, place in places.items():
@@ -113,21 +114,21 @@ def _output_shapes(plan: Plan, operands: Operands) -> Outputs:
 
 
 def _kept_shapes(plan: Plan, make) -> tuple[Any, Any]:
-    """What the cotangent pass leaves to a group's local stage, see `_Kernel._left_by_pass`."""
+    """Shapes of the cotangent pass's results for the local stage, see `_Kernel._left_by_pass`."""
     h, t = plan.group_heads, plan.tokens
     return make((h, t, plan.values)), make((plan.values // C, h, t, plan.keys))
 
 
 def fits_vmem(plan: Plan) -> bool:
-    """Whether that may stay in VMEM, beside the double buffers and what the compiler spills."""
+    """Whether they fit in VMEM with the double buffers and the compiler's spills."""
     shapes = _kept_shapes(plan, lambda shape: shape)
     words = sum(math.prod(shape) for shape in shapes)
     return words * plan.dtype.itemsize <= plan.vmem_limit // 3
 
 
 def _aliases(plan: Plan, operands: Operands, shapes: Outputs) -> dict[int, int]:
-    """Operands whose buffers become outputs', by flat position: each is read, tile by tile, before
-    the output's tile is written, and the residuals have no other reader."""
+    """Operands whose buffers outputs reuse, by flat position: each tile is read before the output's
+    tile is written, and the residuals have no other reader."""
     wanted = [
         (operands.states[0], shapes.q),
         (operands.states[1], shapes.k),
@@ -229,8 +230,8 @@ class _Kernel:
         self.relay.close()
 
     def _walk(self, loads: dict, stores: dict, first, groups: int, stages: Stages) -> None:
-        """The steps of `groups` groups from `first` on; `loads` and `stores` name the arrays that
-        move with a step."""
+        """Runs the steps of `groups` groups from `first` on; `loads` and `stores` are the arrays
+        copied at each step, by name."""
         gate = stages.local and self.ops.gate is not None
 
         def enter(i):
@@ -304,15 +305,15 @@ class _Kernel:
         return tiles
 
     def _left_by_pass(self) -> tuple[Ref, Ref]:
-        """What the cotangent pass leaves to a group's local stage: dr [heads, T, V] and the
-        cotangents of chunks' exit states [V // C, heads, T, K]."""
+        """The cotangent pass's results for a group's local stage: dr [heads, T, V] and the
+        cotangents of the chunks' exit states [V // C, heads, T, K]."""
         if self.outs.kept is not None:
             return self.outs.kept
         return self.s["kept_dr"], self.s["kept_d_states"]
 
     def _move_values(self, g, j) -> None:
-        """dr is the gradient of v: start copying step j's tile out once the one before has left;
-        after the last step (a static j) only wait."""
+        """dr is the gradient of v: waits for the previous tile's copy to HBM, then starts that of
+        step j; after the last step (a static j) it only waits."""
         dr = self._left_by_pass()[0]
 
         def copy(j):
@@ -329,7 +330,7 @@ class _Kernel:
     # --- the group's cotangents -------------------------------------------------------------------
 
     def _enter(self, g) -> None:
-        """The exit states' cotangents: the row's end on the last rank, else from the rank ahead."""
+        """Sets the exit states' cotangents: at the row's end given, else from the next rank."""
         carry = self.s["carry"]
 
         def end():
@@ -341,7 +342,7 @@ class _Kernel:
         take_or(self.relay, g, carry, end)
 
     def _leave(self, g) -> None:
-        """The entry states' cotangents go to the rank behind, or to the row's first start state."""
+        """Passes the entry states' cotangents to the previous rank or the row's start state."""
         relay, carry = self.relay, self.s["carry"]
         hand_on(relay, g, carry)
         if self.ops.starts is None:

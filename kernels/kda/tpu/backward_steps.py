@@ -17,11 +17,11 @@ from kernels.kda.tpu.pair_tiles import C
 from kernels.kda.tpu.plan import Plan, Ref, Tile
 
 F32 = jnp.float32
-LAG = 2  # steps by which a pair's local stage follows the pair before it, see NOTES.md
+LAG = 2  # steps by which a pair's local stage follows that of the previous pair, see NOTES.md
 
 
 class Stages(Enum):
-    """What a walk over the chunks does at each."""
+    """The stages that a walk over the chunks runs for each chunk."""
 
     BOTH = "both"
     PASS = "pass"
@@ -37,14 +37,14 @@ class Stages(Enum):
 
 
 class _Piece(NamedTuple):
-    """A piece of a chunk under way: its number, and whether the loop comes to it first."""
+    """The current piece of a chunk: its number, and whether it is the first of the loop."""
 
     number: jax.Array
     is_first: jax.Array
 
 
 class Steps:
-    """Steps of the kernel; `ops` and `outs` are its references to HBM, `s` those to VMEM by name
+    """Steps of the kernel. `ops` and `outs` are its HBM references, `s` its VMEM references by name
     (double buffers [2, ...] of the step's tiles, see backward_kernel.py)."""
 
     def __init__(self, plan: Plan, ops: Any, outs: Any, s: dict[str, Any]):
@@ -52,7 +52,7 @@ class Steps:
         self.pairs = range(plan.group)
 
     def run(self, g, n, slot, stages: Stages) -> None:
-        """Chunk n of group g, whose tiles lie in `slot` of the buffers."""
+        """Runs chunk n of group g, whose tiles are in `slot` of the buffers."""
         if stages is Stages.PASS:
             for p in self.pairs:
                 self._put_states(slot, p, self._pair(self.s["carry"], p))
@@ -67,7 +67,7 @@ class Steps:
             self.s["d_beta"][slot] = (self.s["beta_sums"][:, :heads] / beta / beta).T
 
     def _pass(self, g, slot, stages: Stages, piece: _Piece | None = None) -> None:
-        """Both stages of a chunk, or of one of its pieces."""
+        """Runs the stages of a chunk, or of one of its pieces."""
         tile = Tile(self.plan, self.ops.gate, self.s, g, slot)
         units = self._units(tile, piece)
         if stages.passes:
@@ -108,8 +108,8 @@ class Steps:
         return make_unit(q, k, d_out.astype(plan.dtype), factors)
 
     def _pass_cotangents(self, slot, units: list[Unit], piece) -> None:
-        """Run the cotangent pass; leaves dr and the exit states' cotangents in the units,
-        rounded."""
+        """Runs the cotangent pass; leaves dr and the exit states' cotangents, rounded, in the
+        units."""
         carry, dtype = self.s["carry"], self.plan.dtype
         for p, u in enumerate(units):
             u.a, u.w = (self.s["matrices"][slot, 2 * p + i] for i in (0, 1))
@@ -122,7 +122,7 @@ class Steps:
                 carry[2 * p + i] = x
 
     def _values(self, tile: Tile, slot, units: list[Unit], piece) -> None:
-        """Put v_new into the units, as the forward kept it or rebuilt."""
+        """Sets v_new of the units, as kept by the forward or recomputed."""
         name = "v" if self.ops.v_new is None else "v_new"
         values = [tile.heads(name, 0, p) for p in self.pairs]
         if piece is not None:
@@ -135,7 +135,7 @@ class Steps:
             u.v_new = x
 
     def _local(self, tile: Tile, unit: Unit, p: int, slot, piece) -> Generator[None, None, None]:
-        """The local stage of a pair and its way out."""
+        """Runs the local stage of a pair and stores its results."""
         plan = self.plan
         tables = self.s["level"][...], self.s["straddle"][...]
         found = yield from backward_tiles.local(unit, *tables)
@@ -161,7 +161,7 @@ class Steps:
             self.s["beta_sums"][:, at] = total
 
     def _gate(self, tile: Tile, p: int, d_decay: jax.Array) -> jax.Array:
-        """The raw gate's gradient; adds up those of its parameters."""
+        """Returns the raw gate's gradient; accumulates those of its parameters."""
         rate, bias = tile.gate_rows(p)
         raw = tile.heads("decay", 0, p).astype(F32)
         if self.plan.problem.gate is Gate.SOFTPLUS:
@@ -178,8 +178,8 @@ class Steps:
     # --- chunks in which segments start -----------------------------------------------------------
 
     def _pieces(self, g, n, slot, stages: Stages) -> None:
-        """One pass a piece, the last one first. In rows of the batch with fewer pieces than others
-        a pass without tokens changes nothing."""
+        """One pass per piece, the last one first. For batch rows with fewer pieces than others, a
+        pass without tokens changes nothing."""
         count = self.ops.pieces[g, 0, n]
         if not stages.passes:
             for p in self.pairs:
@@ -197,7 +197,8 @@ class Steps:
         jax.lax.fori_loop(0, count, body, 0)
 
     def _rows_with(self, g, n, index, act) -> None:
-        """act(heads in the group, heads in all, segment) for rows whose chunk has this piece."""
+        """Calls act(heads in the group, heads overall, segment) for rows whose chunk has the
+        piece."""
         plan = self.plan
         for row in range(plan.group_rows):
             first, heads = plan.row_of_head.index(row), plan.row_of_head.count(row)
@@ -208,7 +209,7 @@ class Steps:
                 act(pl.ds(first, heads), pl.ds(g * plan.group_heads + first, heads), segment)
 
     def _load_entries(self, g, n, slot, index) -> None:
-        """The states that a piece's tokens enter with."""
+        """Loads the entry states of a piece's tokens."""
         entry = self.s["entry"]
 
         @pl.when(index == 0)
@@ -224,8 +225,8 @@ class Steps:
         self._rows_with(g, n, index, load)
 
     def _swap(self, g, n, index, stages: Stages) -> None:
-        """Between pieces: a segment's start takes its cotangent, and the earlier segment's final
-        state brings its own."""
+        """Between pieces: adds the cotangent to that of the segment's start state, and replaces it
+        by the cotangent of the earlier segment's final state."""
         carry = self.s["carry"]
 
         def swap(here, heads, segment):
@@ -253,7 +254,7 @@ class Steps:
         return jnp.concatenate([ref[2 * p], ref[2 * p + 1]], axis=1)
 
     def _state(self, name: str, slot, p: int) -> jax.Array:
-        """[V, 2K] of a pair, kept as V // C parts."""
+        """[V, 2K] of a pair, from V // C parts."""
         ref = self.s[name]
         heads = [
             jnp.concatenate([ref[slot, j, h] for j in range(self.plan.values // C)], axis=0)
@@ -262,7 +263,8 @@ class Steps:
         return jnp.concatenate(heads, axis=1)
 
     def _put(self, name: str, slot, p: int, x: jax.Array, piece) -> None:
-        """Write a pair's [C, 2D]; pieces fill different rows and add up exactly in any dtype."""
+        """Writes a pair's [C, 2D]. Pieces fill different rows, so their sum is exact in any
+        dtype."""
         ref = self.s[name]
         for i, half in enumerate(_halves(x)):
             if piece is not None:
@@ -277,7 +279,7 @@ class Steps:
                 ref[slot, j, 2 * p + i] = half[j * C : (j + 1) * C].astype(ref.dtype)
 
     def add_start(self, d_state: Ref, room: Ref, target: Ref) -> None:
-        """target += d_state, through `room` in VMEM: several segments may share a start state."""
+        """target += d_state, via `room` in VMEM; several segments may share a start state."""
         pltpu.sync_copy(target, room)
         room[...] = room[...] + d_state[...]
         pltpu.sync_copy(room, target)

@@ -5,20 +5,20 @@ chunk,
 
     dr = W^T do + A'^T (kg dS')     dS = exp(G) dS' + (q exp g)^T do - (k exp g)^T dr
 
-with do already times `scale`, A' = A diag(beta) and W = Aqk A', so that dr = beta dvb carries all
-factors of beta. The local stage takes (dr, dS', S, v_new) and yields the gradients. With F =
-Tril[do v_new^T] and M = -StrictTril[dr v_new^T], restricted to a level n (pair_tiles.py), it is one
-product a level,
+where do already includes the factor `scale`, A' = A diag(beta) and W = Aqk A', so that dr = beta
+dvb contains all factors of beta. The local stage computes the gradients from (dr, dS', S, v_new).
+With F = Tril[do v_new^T] and M = -StrictTril[dr v_new^T], restricted to a level n (pair_tiles.py),
+it is one product per level,
 
     [F 0; M 0; M^T F^T] @ [k E_n; q E_n]        rows: dq, dk as a query, dk as a key
 
-whose masks are on the left operand only, its rows times E_n. A pair's share of d decay belongs to
-every decay between the two: of the query rows' shares q dq + k dk this makes a sum ahead to the
-start of the query's block of n, of the key rows' k dk one back from its end (`straddle_table`). The
-usual reverse sum of q dq + k (dk_row - dk_col) cancels all pairs after t, and in bfloat16 their
-rounding stays.
+whose rows are then multiplied by E_n; only the left operand is masked. A pair of tokens contributes
+to d decay at every token between the two. The query rows' contributions q dq + k dk are therefore
+summed up to the start of the query's block of n, and the key rows' k dk back from the end of the
+key's block (`straddle_table`). The usual reverse sum of q dq + k (dk_row - dk_col) cancels all
+pairs after t, and in bfloat16 their rounding errors remain.
 
-Gradients of beta need no product of their own: v_new = beta e with e the delta rule's error, and d
+The gradient of beta needs no separate product: v_new = beta e with e the delta rule's error, and d
 beta = dvb . e, so d beta = (dr . v_new) / beta^2 (layout.py keeps beta away from 0).
 """
 
@@ -47,21 +47,21 @@ F32 = jnp.float32
 
 @dataclass
 class Unit:
-    """One chunk of one pair of heads, in the compute dtype unless said.
+    """One chunk of one pair of heads, in the compute dtype unless noted.
 
-    Factors of decay: levels n -> E_n (P_n in odd blocks of n tokens, Q_n in even ones), prefix:
+    Decay factors: levels n -> E_n (P_n in odd blocks of n tokens, Q_n in even ones), prefix:
     exp(g), suffix: exp(G - g), all [C, 2K]; total: exp(G) [1, 2K] float32.
     """
 
-    q: Array  # [C, 2K], after l2norm where asked
+    q: Array  # [C, 2K], after l2norm if requested
     k: Array  # [C, 2K]
     d_out: Array  # [C, 2V], times scale, 0 at padding
     levels: dict[int, Array]
     prefix: Array
     suffix: Array
     total: Array
-    read: Array  # k exp(g) [C, 2K], rounded once: the forward's, bit for bit
-    # Set as the stages come to need them:
+    read: Array  # k exp(g) [C, 2K], rounded once: equal to the forward's, bit for bit
+    # Set before the stages that need them:
     a: Array = field(init=False)  # A diag(beta) [C, 2C]
     w: Array = field(init=False)  # Aqk A diag(beta), unscaled [C, 2C]
     d_state: Array = field(init=False)  # cotangent of the exit state, transposed [V, 2K]
@@ -73,7 +73,8 @@ class Unit:
 
 @dataclass
 class Gradients:
-    """Of one unit, float32: q, k, decay [C, 2K]; beta: dr * v_new [C, 2V], to be summed over V."""
+    """Gradients of one unit, float32: q, k, decay [C, 2K]; beta: dr * v_new [C, 2V], to be summed
+    over V."""
 
     q: Array
     k: Array
@@ -106,7 +107,7 @@ def aside(*blocks: Array) -> Array:
 
 
 def tiles8(x: Array) -> list[Array]:
-    """Rows in tiles of 8."""
+    """x in tiles of 8 rows."""
     return [x[s : s + 8] for s in range(0, x.shape[0], 8)]
 
 
@@ -136,8 +137,8 @@ def turn_tokens(upper: Array, lower: Array) -> Array:
 
 
 def pass_cotangents(units: Sequence[Unit]) -> tuple[list[Array], list[Array]]:
-    """(dr [C, 2V], cotangent of the entry state [V, 2K]), float32, of each unit, whose d_state is
-    float32 here."""
+    """(dr [C, 2V], cotangent of the entry state [V, 2K]) of each unit, float32. The units' d_state
+    is float32 here."""
     dtype = units[0].d_out.dtype
     turned = [transpose_tokens(u.w, u.a) for u in units]
     rights = [stack_heads(u.d_state.astype(dtype)) for u in units]
@@ -163,8 +164,8 @@ def rebuild_v_new(units: Sequence[Unit]) -> list[Array]:
 
 # --- the local stage ------------------------------------------------------------------------------
 
-FULL = tuple(n for n in LEVELS if n < 2 * SUBLANES)  # levels whose product has all rows: blocks
-#        of n rows are less than a tile of bfloat16
+# Levels whose product has all rows, because blocks of n rows are smaller than a bfloat16 tile.
+FULL = tuple(n for n in LEVELS if n < 2 * SUBLANES)
 
 
 def local(unit: Unit, table: Array, straddle: Array) -> Generator[None, None, Gradients]:
@@ -200,15 +201,16 @@ def local(unit: Unit, table: Array, straddle: Array) -> Generator[None, None, Gr
     return Gradients(q, k, decay, (u.dr * u.v_new).astype(F32))
 
 
-TERMS = len(LEVELS) + 2  # of a token's d decay
+TERMS = len(LEVELS) + 2  # terms of a token's d decay
 
 
 def straddle_table() -> Array:
-    """[C, TERMS * C] of 0 and 1, lanes (levels, entry, exit; i): whether decay t is between the
-    token i and the one it is paired with, or the chunk's edge.
+    """[C, TERMS * C] of 0 and 1, lanes (levels, entry, exit; i): whether token t's decay is between
+    token i and the token it is paired with, or the chunk's edge.
 
-    A level pairs i, in an odd block of n, with every token of the even block before it: t reaches
-    from the block's start to i. Seen from the even block, t reaches from after i to its end.
+    A level pairs a token i in an odd block of n with every token of the preceding even block: t
+    runs from the odd block's start to i. For i in the even block, t runs from after i to the
+    block's end.
     """
     t = jax.lax.broadcasted_iota(jnp.int32, (C, C), 0)
     i = jax.lax.broadcasted_iota(jnp.int32, (C, C), 1)
@@ -223,7 +225,7 @@ def straddle_table() -> Array:
 def _level_left(n: int, f: Array, m: Array, ft: Array, mt: Array, table: Array) -> Array:
     """The left operand of level n, rows for (dq; dk); n = 0 is the diagonal of F.
 
-    Above `FULL` it holds only the rows that take part: those of odd blocks of n for dq, then for
+    Above `FULL` it holds only the rows that are needed: those of odd blocks of n for dq, then for
     dk, and those of even blocks for dk.
     """
     zero = jnp.zeros((), f.dtype)
@@ -243,7 +245,7 @@ def _level_left(n: int, f: Array, m: Array, ft: Array, mt: Array, table: Array) 
 
 
 def _level_rows(n: int, x: Array, rows: slice) -> tuple[Array | None, Array]:
-    """The rows for dq (None where there are none) and dk of some 16 tokens in a level's product."""
+    """The rows for dq (None if there are none) and dk of 16 tokens in a level's product."""
     s = rows.start
     if n in FULL:
         return x[s : s + 16], x[C + s : C + s + 16]
@@ -254,8 +256,8 @@ def _level_rows(n: int, x: Array, rows: slice) -> tuple[Array | None, Array]:
 
 
 def _add_up(u: Unit, rows: slice, reads: Array, exits: Array, found: dict, rights: dict):
-    """Gradients of q and k of 16 tokens, and each level's terms of d decay (see `straddle_table`;
-    then the entry state's, then the exit state's), which all add up: nothing cancels."""
+    """Gradients of q and k of 16 tokens, and the terms of d decay (see `straddle_table`): one per
+    level, then the entry state's, then the exit state's. They are only added, so none cancels."""
     dtype = u.d_out.dtype
     prefix, suffix = u.prefix[rows], u.suffix[rows]
     read_q, read_k = reads[rows].astype(dtype), reads[C + rows.start : C + rows.stop].astype(dtype)
@@ -281,7 +283,7 @@ def _add_up(u: Unit, rows: slice, reads: Array, exits: Array, found: dict, right
 
 
 def _sum_rows(x: Array) -> Array:
-    """[R, D] -> [1, D] float32, R a power of two: halves first, in x's dtype."""
+    """[R, D] -> [1, D] float32, R a power of two; adds halves first, in x's dtype."""
     while x.shape[0] > 16:
         half = x.shape[0] // 2
         x = x[:half] + x[half:]
@@ -300,14 +302,14 @@ def l2norm_backward(y: Array, rstd: Array, d_y: Array) -> Array:
 
 
 def softplus_backward(x: Array, rate: Array, bias: Array, d_a: Array) -> tuple[Array, Array]:
-    """(gradient of x, terms of that of log rate) of a = -rate softplus(x + bias)."""
+    """(gradient of x, terms of the gradient of log rate) of a = -rate softplus(x + bias)."""
     return -rate * jax.nn.sigmoid(x + bias) * d_a, d_a * softplus_gate(x, rate, bias)
 
 
 def bounded_backward(
     x: Array, rate: Array, bias: Array, bound: float, d_a: Array
 ) -> tuple[Array, Array]:
-    """The same of a = bound sigmoid(rate (x + bias))."""
+    """The same for a = bound sigmoid(rate (x + bias))."""
     y = x + bias
     slope = jax.nn.sigmoid(rate * y) * jax.nn.sigmoid(-rate * y)
     d_x = d_a * (bound * rate) * slope
@@ -318,7 +320,7 @@ def bounded_backward(
 
 
 def interleave(walks: Sequence[Generator], lag: int) -> None:
-    """Step generators breadth first, each `lag` steps behind the one before it."""
+    """Advances generators breadth first, each `lag` steps after the previous one."""
     live = dict(enumerate(walks))
     step = 0
     while live:

@@ -1,5 +1,5 @@
-"""The TPU backend's forward: sizes of its kernel, operands from `Inputs`, results back. The layout
-is layout.py."""
+"""The TPU backend's forward: the kernel's sizes, its operands from `Inputs`, and the results. See
+layout.py for the layout."""
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,12 @@ from kernels.segments import Segments
 from kernels.vma import vary, varying_axes
 
 UNITS = 16  # head pairs x chunks in lockstep: enough to hide a product's latency, see NOTES.md
-PASS_PAIRS = 4  # head pairs in lockstep where states pass between ranks: a message is theirs
+PASS_PAIRS = 4  # head pairs in lockstep, and per message, when states pass between ranks
 RANK_IO_SHARE = 4  # out is placed in VMEM if it takes 1 / RANK_IO_SHARE of it or less; v7x: 16 MiB
 
 
 def forward(problem: Problem, inputs: Inputs, segments: Segments, entry: jax.Array | None):
-    """See problem.py. Residuals: what of `forward_kernel.Outputs` the backward reads."""
+    """See problem.py. Residuals: the arrays of `forward_kernel.Outputs` that the backward reads."""
     plan = plan_forward(problem, inputs)
     operands = forward_operands(plan, inputs, segments, entry)
     outputs = forward_kernel.run(plan, operands)
@@ -88,7 +88,7 @@ def plan_forward(problem: Problem, inputs: Inputs) -> Plan:
 def _rank_io_in_vmem(problem: Problem, out_bytes: int) -> bool:
     """Whether XLA may hold out (and d_out with d decay) in VMEM outside the kernels.
 
-    Only between ranks, where XLA would otherwise copy them within HBM. Never on devices with two
+    Only between ranks, because XLA would otherwise copy them within HBM. Never on devices with two
     TensorCores (v4, v5p): the kernel writes one core's VMEM, and XLA's next operation would read
     stale data from the other's. The interpreter has no VMEM outside kernels.
     """
@@ -120,9 +120,9 @@ def forward_operands(
 
 
 def _final(plan: Plan, inputs: Inputs, segments: Segments, outputs):
-    """This rank's part of the returned states: what ends here, 0 elsewhere. The row's last segment
-    ends at the row's end, on the last rank, which also returns the states of segments without
-    tokens; any other one ends where the next one starts."""
+    """This rank's part of the returned states: those of segments that end here, 0 elsewhere. The
+    row's last segment ends at the row's end, on the last rank, which also returns the states of
+    segments without tokens; any other segment ends where the next one starts."""
     if outputs.exit is None:
         return None
     last = jnp.where(

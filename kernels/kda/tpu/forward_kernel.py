@@ -1,27 +1,27 @@
 """The forward megakernel: KDA of all local chunks in one Pallas call, states passed between ranks.
 
-Plan. Heads (rows x heads, flattened) go in groups of `plan.group` pairs, side by side in lockstep;
-a step is `plan.chunks` chunks of one group. The kernel has no grid: it walks groups, then steps,
-and moves its own tiles, double buffered (streams.py).
+Plan. Heads (rows x heads, flattened) are processed in groups of `plan.group` pairs, side by side in
+lockstep; a step is `plan.chunks` chunks of one group. The kernel has no grid: it loops over groups,
+then steps, and copies its own tiles, double buffered (streams.py).
 
-    for each group:  take the entry state (from the rank behind, or the row's start)
+    for each group:  take the entry state (from the previous rank, or the row's start)
         for each step:  gate, exponents, scores, inverse of all its chunks (no state needed)
                         then chunk by chunk v_new, output, next state (pair_tiles.py)
-        hand the exit state to the rank ahead
+        send the exit state to the next rank
 
-That is the fused walk, of one rank. With more ranks all but one would wait, so there the local work
-of all chunks comes first (`_local_phase`), and a pipelined pass of the states follows group by
-group (`_state_phase`, groups of `plan.pass_pairs` pairs): a rank works on one group while the rank
-behind it works on the next.
+This is the fused walk, for one rank. With several ranks all but one would wait. There the local
+work of all chunks comes first (`_local_phase`), and a pipelined pass of the states follows group by
+group (`_state_phase`, groups of `plan.pass_pairs` pairs): a rank works on one group while the
+previous rank works on the next group.
 
-In VMEM for the whole call: the group's states [heads, V, K] float32, transposed, and two constant
-tables. Written: the output, what the backward keeps (entry states of chunks, two matrices
-between tokens, and with StatePolicy.SAVE v_new), and the states asked for.
+VMEM holds for the whole call: the group's states [heads, V, K] float32, transposed, and two
+constant tables. The kernel writes the output, the residuals (entry states of chunks, two matrices
+between tokens, and with StatePolicy.SAVE v_new), and the requested states.
 
-Segments. A decay of -1e30 at a segment's first token resets the state inside the chunk, for free.
-Where segments may start from other states than zero, or every segment's state is asked for
-(`plan.pieces`), a chunk is cut into pieces at its starts, and the state-dependent part runs once a
-piece, the other tokens masked: a loop of one round in chunks without a start.
+Segments. A decay of -1e30 at a segment's first token resets the state inside the chunk, at no cost.
+If segments may start from states other than zero, or if every segment's state is requested
+(`plan.pieces`), a chunk is cut into pieces at its starts. The state-dependent part then runs once
+per piece, with the other tokens masked; a chunk without a start is a single piece.
 """
 
 from typing import Any, NamedTuple
@@ -49,11 +49,11 @@ from kernels.kda.tpu.streams import Loads, Stores, divided, walk
 
 
 class Operands(NamedTuple):
-    """Inputs of the kernel, all in HBM but `gate` (VMEM), `pieces` and `coords` (SMEM).
+    """Inputs of the kernel, in HBM except `gate` (VMEM), `pieces` and `coords` (SMEM).
 
     Columns: lanes (beta of the group's heads | low | high | valid | piece of the group's rows). The
-    log decay is clipped to [low, high], `valid` is 1 at real tokens and `piece` (with plan.pieces
-    only) numbers the tile's pieces, -1 at padding.
+    log decay is clipped to [low, high], `valid` is 1 at real tokens, and `piece` (only with
+    plan.pieces) is the number of the token's piece in the chunk, -1 at padding.
     """
 
     q: Any  # [heads, T, K]
@@ -65,8 +65,8 @@ class Operands(NamedTuple):
     gate: Any  # [2, groups, group heads, K] float32: exp(a_log) and dt_bias, or None
     starts: Any  # [heads, slots, V, K] float32, or None
     entry: Any  # [heads, V, K] float32: the states that enter this rank, or None
-    pieces: Any  # [groups, 1 + 2 rows, N] int32 or None: most pieces of a row in the tile, then
-    #              each row's number of pieces, then the segment that each row's piece 0 belongs to
+    pieces: Any  # [groups, 1 + 2 rows, N] int32 or None: the largest number of pieces of any row in
+    #              the chunk, then each row's number of pieces, then the segment of its piece 0
     coords: Any  # [mesh axes] int32, or None
 
 
@@ -76,16 +76,16 @@ class Outputs(NamedTuple):
     matrices: Any  # [heads, T, 2C]: of pair p, A' = A diag(beta) at 2p and Aqk A' at 2p + 1
     v_new: Any  # [heads, T, V], or None
     exit: Any  # [heads, V, K] float32: the state at the rank's end, or None
-    entry: Any  # [heads, V, K] float32: the state at the rank's begin, or None
+    entry: Any  # [heads, V, K] float32: the state at the rank's beginning, or None
     finals: Any  # [heads, max_segments, V, K] float32, or None
     totals: (
         Any  # [state groups, N, heads of one, K] float32, scratch of the pipelined pass, or None
     )
-    spare: Any  # [heads, T, K], scratch of the pipelined pass where K and V differ, or None
+    spare: Any  # [heads, T, K], scratch of the pipelined pass if K and V differ, or None
 
 
 def run(plan: Plan, operands: Operands) -> Outputs:
-    """Launch the kernel."""
+    """Launches the kernel."""
     specs = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), operands)
     places = {"gate": pltpu.VMEM, "pieces": pltpu.SMEM, "coords": pltpu.SMEM}
     specs = specs._replace(
@@ -119,7 +119,7 @@ def _output_shapes(plan: Plan, operands: Operands) -> Outputs:
     like = lambda shape, dtype=plan.dtype: out_struct(operands, shape, dtype)  # noqa: E731
     save = plan.problem.state_policy is StatePolicy.SAVE
     wanted = plan.problem.final_state
-    out = jax.typeof(operands.v)  # which has out's shape and dtype
+    out = jax.typeof(operands.v)  # v has out's shape and dtype
     return Outputs(
         out=out.update(memory_space=pltpu.VMEM) if plan.rank_io_in_vmem else like((h, t, v)),
         states=tuple(like((h, t, k)) for _ in range(v // C)),
@@ -138,8 +138,8 @@ def _output_shapes(plan: Plan, operands: Operands) -> Outputs:
 
 
 def _scratch(plan: Plan, operands: Operands) -> dict[str, Any]:
-    """The kernel's VMEM. A fused walk needs one set of buffers, a pipelined pass one for each
-    phase."""
+    """The kernel's VMEM: one set of buffers for a fused walk, or one per phase of a pipelined
+    pass."""
     parts = 1 if plan.one_part else 3
     shared = {
         "level": pltpu.VMEM((C, 2 * C), jnp.int32),
@@ -234,8 +234,8 @@ def _fused(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any], relay) -
 
 
 def _local_phase(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any]) -> None:
-    """All that needs no state, for all chunks: the matrices go where the backward finds them, the
-    decayed queries and keys into outputs that the state pass fills later (`_parked`)."""
+    """All work that needs no state, for all chunks. The matrices are written to their outputs, the
+    decayed queries and keys to outputs that the state pass fills later (`_parked`)."""
     view = Views(plan.group, plan.chunks, plan.steps)
     parked = _parked(outs)
     share = plan.group // plan.pass_pairs
@@ -266,8 +266,8 @@ def _local_phase(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any]) ->
 
 
 def _state_phase(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any], relay) -> None:
-    """The states' way through all chunks, group by group: this rank works on one group while the
-    rank behind it works on the next."""
+    """Passes the states through all chunks, group by group: this rank works on one group while the
+    previous rank works on the next group."""
     steps = plan.tokens // (C * plan.pass_chunks)
     view = Views(plan.pass_pairs, plan.pass_chunks, steps)
 
@@ -297,15 +297,14 @@ def _state_phase(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any], re
 
 
 def _parked(outs: Outputs) -> dict[str, Ref]:
-    """Where the local phase leaves decayed queries and keys [heads, T, K]: in the outputs of the
-    state pass, which reads a chunk's before it writes it, so that the pass needs no memory for
-    them."""
+    """Where the local phase puts decayed queries and keys [heads, T, K]: into outputs of the state
+    pass. It reads a chunk's values before it overwrites them, so they need no extra memory."""
     spare = outs.out if outs.spare is None else outs.spare
     return {"p": spare, "qg": outs.states[0], "kg": outs.states[1]}
 
 
 class Views:
-    """HBM slices of a step: `group` pairs of heads, `chunks` chunks; `steps` steps a group."""
+    """HBM slices of a step: `group` pairs of heads, `chunks` chunks; `steps` steps per group."""
 
     def __init__(self, group: int, chunks: int, steps: int):
         self._group, self._chunks, self._steps = group, chunks, steps
@@ -315,7 +314,7 @@ class Views:
         return g, pl.ds(j * self._chunks * C, self._chunks * C)
 
     def heads(self, ref: Ref):
-        """Of [heads, T, D]."""
+        """Slices of [heads, T, D]."""
 
         def view(at):
             g, tokens = self._place(at)
@@ -324,7 +323,7 @@ class Views:
         return view
 
     def columns(self, ref: Ref):
-        """Of [groups, T, lanes]."""
+        """Slices of [groups, T, lanes]."""
 
         def view(at):
             g, tokens = self._place(at)
@@ -333,7 +332,7 @@ class Views:
         return view
 
     def rows(self, ref: Ref):
-        """Of [N, pairs, 2C]."""
+        """Slices of [N, pairs, 2C]."""
 
         def view(at):
             g, j = divided(at, self._steps)
@@ -357,8 +356,8 @@ def _state_stores(outs: Outputs, s: dict[str, Any], view: Views) -> list:
 
 
 def _enter(ops: Operands, outs: Outputs, s: dict[str, Any], relay: Relay | None, g) -> None:
-    """The group's entry states: given; or the row's start on the first rank, and what the rank
-    before sends on the others."""
+    """Sets the group's entry states: as given; else the row's start states on the first rank, and
+    the previous rank's message on the others."""
     state = s["state"]
     group = pl.ds(g * state.shape[0], state.shape[0])
     if ops.entry is not None:

@@ -1,5 +1,5 @@
-"""One step of the forward kernel on tiles in VMEM: local work, the state through a chunk, and
-chunks that are cut into pieces. `s` holds the kernel's VMEM by name, see forward_kernel.py."""
+"""One step of the forward kernel on tiles in VMEM: local work, passing the state through a chunk,
+and chunks that are cut into pieces. `s` holds the kernel's VMEM by name, see forward_kernel.py."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from kernels.kda.tpu import pair_tiles as tiles
 from kernels.kda.tpu.pair_tiles import C
 from kernels.kda.tpu.plan import Plan, Ref, Tile
 
-LOCKSTEP = 4  # units whose scores are computed side by side; more only spill
+LOCKSTEP = 4  # units whose scores are computed side by side; more would only spill
 
 
 def whole_step(plan: Plan, ops, outs, s: dict[str, Any], g, j, slot) -> None:
-    """Step j of group g, all of it: local work of its chunks, then the state through each."""
+    """Runs step j of group g: local work of its chunks, then the state through each of them."""
     tile = Tile(plan, ops.gate, s, g, slot)
     units = [(c, p) for c in range(plan.chunks) for p in range(plan.group)]
     locals_ = local_work(plan, tile, s, units)
@@ -31,8 +31,8 @@ def whole_step(plan: Plan, ops, outs, s: dict[str, Any], g, j, slot) -> None:
 
 
 def pass_chunk(plan: Plan, s: dict[str, Any], units: list[tiles.Local], slot, c: int) -> None:
-    """Chunk c of a step: read the states, write its outputs, v_new (if kept) and the next
-    states."""
+    """Passes the states through chunk c of a step: reads them, writes the chunk's outputs, v_new
+    (if kept) and the next states."""
     pairs = range(len(units))
     values = [pair_of_heads(s["v"], slot, c, p) for p in pairs]
     out, v_new, states = tiles.state_step(get_states(s, len(units)), units, values)
@@ -44,7 +44,7 @@ def pass_chunk(plan: Plan, s: dict[str, Any], units: list[tiles.Local], slot, c:
 
 
 def parked_unit(s: dict[str, Any], slot, c: int, p: int) -> tiles.Local:
-    """What the local phase left of a unit."""
+    """A unit's results of the local phase."""
     p_, qg, kg = (pair_of_heads(s[x], slot, c, p) for x in ("p", "qg", "kg"))
     total = [s["total"][slot, c, h : h + 1] for h in (2 * p, 2 * p + 1)]
     a, w = get_matrices(s, slot, c, p)
@@ -64,8 +64,8 @@ def get_matrices(s: dict[str, Any], slot, c: int, p: int) -> tuple[jax.Array, ja
 
 
 def local_work(plan: Plan, tile: Tile, s: dict[str, Any], units) -> list[tiles.Local]:
-    """Everything of these units that needs no state. Scores go `LOCKSTEP` units at a time: more
-    would only spill; the inverse is all latency and takes all of them."""
+    """All work of these units that needs no state. Scores are computed `LOCKSTEP` units at a time,
+    since more would only spill; the inverse is bound by latency and takes all units at once."""
     table, sums = s["level"][...], s["sums"][...]
     found = []
     for first in range(0, len(units), LOCKSTEP):
@@ -99,14 +99,14 @@ def pair_of_heads(ref: Ref, slot, c: int, p: int) -> jax.Array:
 
 
 def put_heads(ref: Ref, slot, c: int, p: int, x: jax.Array) -> None:
-    """The reverse, in the buffer's dtype."""
+    """The inverse of `pair_of_heads`, in the buffer's dtype."""
     x, width = x.astype(ref.dtype), x.shape[1] // 2
     for i in (0, 1):
         ref[slot, 2 * p + i, pl.ds(c * C, C)] = x[:, i * width : (i + 1) * width]
 
 
 def save_states(plan: Plan, s: dict[str, Any], slot, c: int) -> None:
-    """Keep the states that enter chunk c for the backward, in its layout (`Outputs.states`)."""
+    """Keeps the entry states of chunk c for the backward, in its layout (`Outputs.states`)."""
     for j in range(plan.values // C):
         rows = s["state"][:, j * C : (j + 1) * C]
         s["states"][slot, j, :, pl.ds(c * C, C)] = rows.astype(plan.dtype)
@@ -116,8 +116,8 @@ def save_states(plan: Plan, s: dict[str, Any], slot, c: int) -> None:
 
 
 def _pieces(plan, ops, outs, s, tile: Tile, g, n, slot, c: int) -> None:
-    """The state-dependent part of a chunk, once a piece. Piece 0 enters with the carried state, a
-    later one with its segment's start state; the state before that belongs to `finals`."""
+    """The state-dependent part of a chunk, once per piece. Piece 0 starts from the carried state, a
+    later piece from its segment's start state; the state before it is written to `finals`."""
     pairs = range(plan.group)
 
     def piece(i, _):
@@ -146,14 +146,14 @@ def _pieces(plan, ops, outs, s, tile: Tile, g, n, slot, c: int) -> None:
 
 
 def _add_heads(ref: Ref, slot, c: int, p: int, x: jax.Array, i) -> None:
-    """Add piece i's rows to those of the pieces before it: different rows, so exact."""
+    """Adds piece i's rows to those of earlier pieces; the rows differ, so the sum is exact."""
     old = pair_of_heads(ref, slot, c, p).astype(jnp.float32)
     put_heads(ref, slot, c, p, x + jnp.where(i == 0, 0.0, old))
 
 
 def _swap_states(plan, ops, outs, s, g, n, i) -> None:
-    """Give the finished segment's state away and put the new segment's start in its place, in rows
-    of the batch that have a piece i in this chunk."""
+    """Writes the finished segment's state to `finals` and replaces it by the new segment's start
+    state, for batch rows that have a piece i in this chunk."""
     rows = plan.row_of_head
     for row in range(plan.group_rows):
         first, heads = rows.index(row), rows.count(row)

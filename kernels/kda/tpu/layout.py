@@ -1,9 +1,9 @@
-"""The layout both TPU kernels work in: from `Inputs` and `Segments` to it and back.
+"""The layout of both TPU kernels: conversion from `Inputs` and `Segments` and back.
 
-Heads are flattened over rows of the batch (h = b * H + head), made even by a head of zeros, and K
-and V are padded with zeros to multiples of 128: neither changes a result. What segments mean to a
-token reaches the kernels as a clip of its log decay (`token_limits`), so packed documents need no
-masks between tokens.
+Heads are flattened over the batch rows (h = b * H + head), with a head of zeros appended if their
+number is odd, and K and V are padded with zeros to multiples of 128. Neither changes a result.
+Segments reach the kernels as bounds to which each token's log decay is clipped (`token_limits`), so
+packed documents need no masks between tokens.
 """
 
 import jax
@@ -15,7 +15,7 @@ from kernels.kda.tpu.pair_tiles import RESET, C
 from kernels.kda.tpu.plan import Plan
 from kernels.segments import Segments
 
-BETA_FLOOR = 2.0**-32  # |beta| below it is raised to it: the backward divides by beta
+BETA_FLOOR = 2.0**-32  # smaller |beta| is replaced by it: the backward divides by beta
 FREE = 3e38  # no upper limit on a log decay
 
 
@@ -28,14 +28,14 @@ def largest_divisor(n: int, most: int) -> int:
 
 
 def vmem_bytes() -> int:
-    """VMEM of one core of the TPU compiled for; a v7x core's when interpreting on a CPU."""
+    """VMEM of one core of the target TPU; when interpreting on a CPU, that of a v7x core."""
     if pltpu.is_tpu_device():
         return pltpu.get_tpu_info().vmem_capacity_bytes
     return 64 * 2**20
 
 
 def flat_heads(x: jax.Array, width: int) -> jax.Array:
-    """[B, H, T, D] -> [heads, T, width], zeros in a last odd head and in padded channels."""
+    """[B, H, T, D] -> [heads, T, width], zeros in the appended head and in padded channels."""
     rows, heads, length, depth = x.shape
     x = x.reshape(rows * heads, length, depth)
     return jnp.pad(x, ((0, rows * heads % 2), (0, 0), (0, width - depth)))
@@ -50,7 +50,7 @@ def flat_states(plan: Plan, x: jax.Array) -> jax.Array:
 
 
 def start_slots(plan: Plan, inputs: Inputs) -> jax.Array | None:
-    """[heads, slots, V, K]; with pieces, the last slot is what all later segments start from."""
+    """[heads, slots, V, K]; with pieces, the last slot is the start state of all later segments."""
     initial, start = inputs.initial_state, inputs.default_initial_state
     if plan.slots == 0:
         return None
@@ -77,8 +77,8 @@ def beta_rows(plan: Plan, beta: jax.Array) -> jax.Array:
 
 
 def token_limits(segments: Segments) -> tuple[jax.Array, jax.Array]:
-    """[B, T] float32 each: the log decay is clipped to [low, high], which leaves it alone, makes it
-    0 (padding) or RESET (a segment starts after another)."""
+    """[B, T] float32 each: the log decay is clipped to [low, high], which leaves it unchanged, sets
+    it to 0 (padding) or to RESET (at the start of a later segment)."""
     valid, start = segments.valid, later_starts(segments)
     low = jnp.where(valid, RESET, 0.0)
     high = jnp.where(start, RESET, jnp.where(valid, FREE, 0.0))
@@ -91,14 +91,14 @@ def later_starts(segments: Segments) -> jax.Array:
 
 
 def token_pieces(segments: Segments) -> jax.Array:
-    """[B, N, C] int32: how many later segments start in the tile up to and with the token."""
+    """[B, N, C] int32: how many later segments start in the chunk up to and including the token."""
     rows, length = segments.index.shape
     starts = later_starts(segments).reshape(rows, length // C, C)
     return jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
 
 
 def token_columns(plan: Plan, beta: jax.Array, segments: Segments) -> jax.Array:
-    """[groups, T, lanes] float32 columns of `forward_kernel.Operands`."""
+    """[groups, T, lanes] float32: `columns` of `forward_kernel.Operands`."""
     flat = flat_heads(beta[..., None], 1)[..., 0]
     parts = [jnp.swapaxes(flat.reshape(plan.groups, plan.group_heads, plan.tokens), 1, 2)]
     low, high = token_limits(segments)
@@ -113,7 +113,7 @@ def token_columns(plan: Plan, beta: jax.Array, segments: Segments) -> jax.Array:
 
 
 def rows_of_groups(plan: Plan, rows: int) -> jax.Array:
-    """[groups, group rows] int32: the batch's row for each row that a group's columns name."""
+    """[groups, group rows] int32: the batch row of each row of a group's columns."""
     firsts = [plan.row_of_head.index(r) for r in range(plan.group_rows)]
     heads = [[g * plan.group_heads + i for i in firsts] for g in range(plan.groups)]
     table = [[min(h // plan.heads_a_row, rows - 1) for h in group] for group in heads]
@@ -121,7 +121,7 @@ def rows_of_groups(plan: Plan, rows: int) -> jax.Array:
 
 
 def tile_pieces(plan: Plan, segments: Segments) -> jax.Array:
-    """[groups, N, 1 + 2 rows] int32 of `forward_kernel.Operands`."""
+    """[groups, 1 + 2 rows, N] int32: `pieces` of `forward_kernel.Operands`."""
     rows, length = segments.index.shape
     counts = token_pieces(segments)[..., -1] + 1  # [B, N]
     starts = jnp.where(later_starts(segments), segments.index, jnp.iinfo(jnp.int32).max)

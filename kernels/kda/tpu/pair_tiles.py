@@ -1,23 +1,23 @@
-"""What happens inside a chunk, as pure functions that both TPU kernels call.
+"""The computation inside a chunk, as pure functions that both TPU kernels call.
 
-A *unit* is one chunk (C tokens) of one pair of heads. The two heads lie side by side on
-lanes: tokens are rows, so q is [C, 2K] and a matrix between tokens (L, A, Aqk) is [C, 2C], lanes
-(head, j). A product for both heads at once takes the block-diagonal form of its right operand
+A *unit* is one chunk (C tokens) of one pair of heads. The two heads are side by side on the lanes:
+tokens are rows, so q is [C, 2K] and a matrix between tokens (L, A, Aqk) is [C, 2C], lanes (head,
+j). A product for both heads at once uses the block-diagonal form of its right operand
 (`stack_heads`), which fills the lanes and the MXU's depth.
 
-Every function takes lists with one entry a unit and emits each dependent step for all units before
-the next step (breadth first): a product's latency is about 125 bundles, and the compiler schedules
-near the order in which it reads. This order is the largest lever there is, see NOTES.md.
+Every function takes lists with one entry per unit and emits each dependent step for all units
+before the next step (breadth first): a product's latency is about 125 bundles, and the compiler's
+schedule stays close to program order. This order matters more than anything else, see NOTES.md.
 
 No exponent is a difference of sums. With n = 1, 2, 4, ... C / 2, a token pair (i, j), i > j,
 belongs to level n = the highest set bit of i ^ j: i is in the second, j in the first half of one
 block of 2n tokens. Then exp(g_i - g_j) = P_n[i] Q_n[j] with
 
-    P_n[i] = exp(sum of a from the start of i's n-block to i)      Q_n[j] = exp(sum of a after j to
-                                                                   the end of j's n-block)
+    P_n[i] = exp(sum of a from the start of i's n-block to i)
+    Q_n[j] = exp(sum of a after j to the end of j's n-block)
 
-all of them sums of numbers <= 0. So nothing overflows, a decay of `RESET` (-1e30) makes every
-factor across that token exactly 0, and a prefix never sees what follows it.
+All exponents are sums of numbers <= 0. So nothing overflows, a decay of `RESET` (-1e30) makes every
+factor across that token exactly 0, and a prefix never depends on later tokens.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ LANES = 128
 SUBLANES = 8  # rows of a tile of float32 in registers
 RESET = -1e30  # log decay that forgets everything before a token, exactly
 LEVELS = tuple(2**n for n in range(C.bit_length() - 1))
-EARLY = tuple(n for n in LEVELS if n < SUBLANES)  # blocks inside a tile of rows
-LATER = LEVELS[len(EARLY) :]  # blocks of whole tiles
+EARLY = tuple(n for n in LEVELS if n < SUBLANES)  # levels whose blocks are smaller than a tile
+LATER = LEVELS[len(EARLY) :]  # levels whose blocks are whole tiles
 assert 2 * C == LANES, "a matrix between the tokens of two heads must fill the lanes"
 assert EARLY == (1, 2, 4), "sum_table and _factors_of are written for three levels inside a tile"
 
@@ -58,7 +58,7 @@ def level_table() -> Array:
 
 
 def sum_table(parts: int) -> Array:
-    """[3C, parts * C] bfloat16 of 0 and 1: which tokens' decays add up to the exponents of E_2, P_4
+    """[3C, parts * C] bfloat16 of 0 and 1: which tokens' decays sum to the exponents of E_2, P_4
     and Q_4, where E_n is P_n in odd n-blocks and Q_n in even ones. Repeated for `parts` parts.
     """
     r = jax.lax.broadcasted_iota(jnp.int32, (3 * C, parts * C), 0)
@@ -84,14 +84,14 @@ def stack_heads(x: Array) -> Array:
 
 
 def stack_narrow(x: Array) -> Array:
-    """[C, 2C] -> block diagonal [2C, 2C]; heads meet inside one tile of 128 lanes."""
+    """[C, 2C] -> block diagonal [2C, 2C]; both heads share one tile of 128 lanes."""
     first = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < C
     zero = jnp.zeros_like(x)
     return jnp.concatenate([jnp.where(first, x, zero), jnp.where(first, zero, x)], axis=0)
 
 
 def rows_of(x: Array, n: int, odd: int) -> Array:
-    """The rows of x that lie in odd (1) or even (0) blocks of n rows, n a multiple of 8."""
+    """The rows of x in odd (1) or even (0) blocks of n rows, n a multiple of 8."""
     starts = range(odd * n, x.shape[0], 2 * n)
     return jnp.concatenate([x[s : s + n] for s in starts], axis=0)
 
@@ -109,9 +109,9 @@ def per_head_lanes(first: Array, second: Array, width: int) -> Array:
 
 
 def split(x: Array, parts: int) -> list[Array]:
-    """float32 -> bfloat16 arrays that add up to it (3 parts: exactly).
+    """float32 -> bfloat16 arrays that sum to it (3 parts: exactly).
 
-    By cutting bits, not by rounding to bfloat16 and back, which a compiler may cancel.
+    Truncates bits instead of rounding to bfloat16 and back, which a compiler may optimise away.
     """
     found = []
     for _ in range(parts - 1):
@@ -210,7 +210,7 @@ def _double(p: Array, q: Array, n: int) -> tuple[Array, Array]:
 def level_operands(q: Array, k: Array, factors: DecayFactors, n: int, dtype) -> tuple[Array, Array]:
     """Left operand [qP; kP] and right operand (kQ, heads stacked) [2C, 2K] of level n.
 
-    The left one has 2C rows for n = 1, 2, 4 and from 8 on only the C that take part.
+    The left one has 2C rows for n = 1, 2, 4; from 8 on only the C rows that are needed.
     """
     if n in EARLY:
         right = (k * factors.early[n]).astype(dtype)
@@ -261,7 +261,7 @@ def _diagonal(product: Array, table: Array) -> Array:
 
 
 def _place(found: Array, n: int, table: Array, qk: list[Array], kk: list[Array]) -> None:
-    """Write one level's entries into the 8-row tiles of both score matrices."""
+    """Writes one level's entries into the 8-row tiles of both score matrices."""
     tiles = range(C // 8) if n in EARLY else [t for t in range(C // 8) if (8 * t) & n]
     half = found.shape[0] // 2
     for at, t in enumerate(tiles):
@@ -273,9 +273,9 @@ def _place(found: Array, n: int, table: Array, qk: list[Array], kk: list[Array])
 # --- inverse ------------------------------------------------------------------------------------
 #
 # Blocks of n tokens on the diagonal of [C, 2C] are kept packed, [n, 2C]: row i of lane (head, j) is
-# row i of the block that token j is in. So a product of block-diagonal matrices takes n rows of
-# the left operand, not C. What remains is the loading of right operands into the MXU, which two
-# units share (`_products`).
+# row i of the block of token j. A product of block-diagonal matrices then takes n rows of the left
+# operand instead of C. The remaining cost is loading right operands into the MXU, which two units
+# share (`_products`).
 
 
 def inverses(
@@ -284,9 +284,9 @@ def inverses(
     """(I + L)^-1 and Q (I + L)^-1 for strictly lower L and scores Q [C, 2C] float32 (two heads on
     lanes); float32 results.
 
-    Blocks of 8 by the Neumann series (exact there: L^8 = 0), then doubling: the inverse of
-    [[P, 0], [L, R]] has the block -R^-1 L P^-1. In bfloat16 one step X <- X + X (I - (I + L) X)
-    follows, its residual formed with L in two parts.
+    Blocks of 8 are inverted by the Neumann series (exact because L^8 = 0), then doubled: the
+    inverse of [[P, 0], [L, R]] has the block -R^-1 L P^-1. In bfloat16 one refinement step
+    X <- X + X (I - (I + L) X) follows, with L in two parts in the residual.
     """
     xs = _small_inverses([-_diagonal_blocks(low, 8) for low in lowers], dtype)
     for n in LATER:
@@ -317,7 +317,7 @@ def _small_inverses(minus: Sequence[Array], dtype) -> list[Array]:
 
 
 def _block_of_lane(n: int) -> Array:
-    """[1, 2C] int32: which block of n tokens, counted over both heads, a lane's token is in."""
+    """[1, 2C] int32: the block of n tokens, counted over both heads, of each lane's token."""
     return jax.lax.broadcasted_iota(jnp.int32, (1, 2 * C), 1) // n
 
 
@@ -331,7 +331,7 @@ def _diagonal_blocks(x: Array, n: int) -> Array:
 
 
 def _off_blocks(x: Array, n: int) -> Array:
-    """[C, 2C] -> packed [n, 2C]: at tokens of even blocks the block below the diagonal one, else
+    """[C, 2C] -> packed [n, 2C]: for tokens of even blocks the block below the diagonal one, else
     0."""
     block = _block_of_lane(n) & (C // n - 1)
     packed = jnp.zeros_like(x[:n])
@@ -352,8 +352,8 @@ def _spread(packed: Array, n: int, dtype, ahead: int = 0) -> Array:
 
 
 def _products(lefts: Sequence[Array], rights: Sequence[Array], dtype) -> list[Array]:
-    """lefts[u] [R, D] @ rights[u] [D, 2C], two units a product: their right operands side by side
-    on lanes, the left ones above each other; of the four results two are used."""
+    """lefts[u] [R, D] @ rights[u] [D, 2C], two units per product: their right operands are side by
+    side on the lanes, the left ones stacked; two of the four results are used."""
     out = []
     for u in range(0, len(lefts) - 1, 2):
         left = jnp.concatenate(lefts[u : u + 2], axis=0).astype(dtype)
@@ -368,8 +368,8 @@ def _refine(
 ) -> tuple[list[Array], list[Array]]:
     """With X rounded and E = I - (I + L) X: (X + X E, Q X + Q X E), L and Q in two parts.
 
-    Q takes the right operands that L and X load, so it costs left rows only. With that many of them
-    units share no product: half of its results would be dropped.
+    Q uses the right operands loaded for L and X, so it only adds left rows. With so many left rows,
+    units do not share products: half of the results would be discarded.
     """
     rounded = [x.astype(jnp.bfloat16) for x in xs]
     stacked = [stack_narrow(x) for x in rounded]
@@ -389,10 +389,10 @@ def _refine(
 
 @dataclass
 class Local:
-    """What the state pass needs of one unit; matrices in the compute dtype.
+    """The values of one unit that the state pass needs; matrices in the compute dtype.
 
-    a: A diag(beta), w: Aqk A diag(beta) with unscaled Aqk, [C, 2C], both filled in last; p: k
-    exp(g), qg: q exp(g), kg: k exp(G - g) [C, 2K]; total: exp(G) [1, 2K] float32.
+    a: A diag(beta), w: Aqk A diag(beta) with unscaled Aqk, [C, 2C], both set last; p: k exp(g), qg:
+    q exp(g), kg: k exp(G - g) [C, 2K]; total: exp(G) [1, 2K] float32.
     """
 
     a: Any
@@ -431,12 +431,12 @@ def state_step(
     """One chunk from its entry state: (outputs before `scale` [C, 2V] float32, v_new [C, 2V],
     exits).
 
-    States are transposed and two heads wide: [V, 2K] float32. keep [C, 2V] float32 of 0 and 1: the
-    tokens that take part.
+    States are transposed and two heads wide: [V, 2K] float32. keep [C, 2V] float32 of 0 and 1
+    selects tokens.
 
-    Outputs come from what v_new comes from, not from v_new: where keys are alike Aqk v_new is a
-    difference of large sums, and roundings of Aqk, A and v_new would stay in it. In W = Aqk A
-    diag(beta) it is taken before anything is rounded.
+    Outputs are not computed from v_new. If keys are similar, Aqk v_new is a difference of large
+    sums, in which the rounding errors of Aqk, A and v_new would remain. W = Aqk A diag(beta) forms
+    this difference before anything is rounded.
     """
     dtype = units[0].p.dtype
     rights = [stack_heads(s.astype(dtype)) for s in states]
@@ -453,8 +453,9 @@ def state_step(
 
 
 def _grown(v_new: Array, kg: Array) -> Array:
-    """What a chunk adds to the state [V, 2K], from float32 v_new. In bfloat16 v_new goes in two
-    parts, for which the MXU has depth to spare: where decay is slow its roundings would add up."""
+    """What a chunk adds to the state [V, 2K], from float32 v_new. In bfloat16 v_new is split into
+    two parts, because with slow decay its rounding errors would accumulate; the MXU has unused
+    depth for them."""
     kg = stack_heads(kg)
     if kg.dtype == jnp.float32:
         return dot(stack_rows(v_new), kg, "aa")
@@ -467,6 +468,6 @@ def _masked(xs: Sequence[Array], keep: Sequence[Array]) -> list[Array]:
 
 
 def stack_rows(x: Array) -> Array:
-    """[C, 2D] -> [2C, D]: heads one above the other."""
+    """[C, 2D] -> [2C, D]: stacks the heads."""
     d = x.shape[1] // 2
     return jnp.concatenate([x[:, :d], x[:, d:]], axis=0)

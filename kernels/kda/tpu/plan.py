@@ -1,5 +1,5 @@
-"""What both TPU kernels share about a call: its sizes, the types of its outputs, and how a step's
-tiles in VMEM become units of pair_tiles.py."""
+"""The parts of a call that both TPU kernels share: its sizes, the types of its outputs, and the
+conversion of a step's tiles in VMEM to units of pair_tiles.py."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,9 @@ Ref = Any  # a Pallas reference; they have no public type
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of one kernel. heads counts rows x heads, even; heads_a_row is the real number of heads
-    of a row of the batch. slots is the number of start states a head has (0: all zero)."""
+    """Sizes of one kernel. heads is rows x heads, rounded up to an even number; heads_a_row is the
+    actual number of heads of a batch row; slots is the number of start states per head (0: all
+    states start from zero)."""
 
     problem: Problem
     heads: int
@@ -32,18 +33,18 @@ class Plan:
     dtype: Any
     decay_dtype: Any
     group: int  # pairs of heads in lockstep
-    chunks: int  # chunks a step
+    chunks: int  # chunks per step
     slots: int
     pieces: bool
     line: RankLine | None
-    rank_io_in_vmem: bool  # XLA too holds out, and d_out with d decay, in VMEM
+    rank_io_in_vmem: bool  # XLA also holds out, and d_out with d decay, in VMEM
     vmem_limit: int
     pass_pairs: int = 0  # pairs in lockstep in the pipelined state pass; 0: fused with local work
-    pass_chunks: int = 1  # chunks a step of that pass
+    pass_chunks: int = 1  # chunks per step of that pass
 
     @property
     def one_part(self) -> bool:
-        """The log decay is exact in bfloat16: its sums take one product."""
+        """Whether the log decay is exact in bfloat16, so that its sums take one product."""
         return self.problem.gate is Gate.GIVEN and self.decay_dtype == jnp.bfloat16
 
     @property
@@ -56,7 +57,7 @@ class Plan:
 
     @property
     def state_groups(self) -> int:
-        """Groups in which states pass, one message between ranks each."""
+        """Number of groups in which states pass between ranks, one message each."""
         return self.heads // (2 * self.pass_pairs) if self.pass_pairs else self.groups
 
     @property
@@ -65,7 +66,7 @@ class Plan:
 
     @property
     def row_of_head(self) -> tuple[int, ...]:
-        """Which row's columns a head of a group reads, counted within the group."""
+        """The row whose columns each head of a group reads, counted within the group."""
         if self.heads_a_row % self.group_heads == 0:
             return (0,) * self.group_heads
         if self.group_heads % self.heads_a_row == 0:
@@ -78,9 +79,9 @@ class Plan:
 
 
 def out_struct(operands, shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
-    """Shape of a kernel's output, typed as varying over the mesh axes its operands vary over.
+    """Shape of a kernel's output, typed as varying over the mesh axes of its operands.
 
-    Not over those of `coords`, which differs between all devices but does not change a result.
+    `coords` is excluded: it differs between all devices but does not change a result.
     """
     kind = jax.sharding.ManualAxisType(varying=varying_axes(operands._replace(coords=None)))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
@@ -137,7 +138,7 @@ class Tile:
         return self.normalized("k", c, p)[0]
 
     def normalized(self, name: str, c: int, p: int) -> tuple[jax.Array, jax.Array | None]:
-        """q or k in float32, and with l2norm, which is then applied, the reciprocal norms."""
+        """q or k in float32; with l2norm normalized, and with its reciprocal norms, else None."""
         x = self.heads(name, c, p).astype(jnp.float32)
         return tiles.l2norm(x) if self._plan.problem.l2norm else (x, None)
 
@@ -151,14 +152,14 @@ class Tile:
         return wide(0), wide(1)
 
     def raw_decay(self, c: int, p: int) -> jax.Array:
-        """Log decay before padding and segments: as given, or by its gate in float32."""
+        """Log decay before padding and segments: as given, or from its gate in float32."""
         x, problem = self.heads("decay", c, p), self._plan.problem
         if problem.gate is Gate.GIVEN:
             return x
         return log_decay(problem, x.astype(jnp.float32), *self.gate_rows(p))
 
     def decay(self, c: int, p: int) -> jax.Array:
-        """Log decay, 0 at padding and RESET where a later segment of the row starts."""
+        """Log decay; 0 at padding, RESET at the start of a later segment of the row."""
         x = self.raw_decay(c, p)
         low, high = (self.of_rows(n, c, p, self._plan.keys) for n in ("low", "high"))
         return jnp.minimum(jnp.maximum(x, low.astype(x.dtype)), high.astype(x.dtype))

@@ -1,16 +1,17 @@
-"""Passing recurrent state from rank to rank by remote DMA inside a kernel.
+"""Passes recurrent state from rank to rank by remote DMA inside a kernel.
 
-The ranks of the context axis form a line; a `Relay` moves one message a round along it, forward
-(step 1: state of the forward kernel) or back (step -1: its cotangent). In round j a rank takes
-message j from the neighbour behind it, works, and sends its own message j to the neighbour ahead,
-so rank r works on round j while rank r - 1 works on round j + 1.
+The ranks of the context axis form a line. A `Relay` moves one message per round along it, forward
+(step 1: the state, in the forward kernel) or backward (step -1: its cotangent). In round j a rank
+receives message j from one neighbour, works, and sends its own message j to the other. With step 1,
+rank r thus works on round j while rank r - 1 works on round j + 1.
 
-Protocol, per neighbouring pair (sender s, receiver t). Each wait has exactly one matching signal:
-    t tells s once, through the barrier semaphore, that it is in the kernel: its memory is live;
-    s waits for that before its first copy, not before its local work
-    round j: s waits, for j >= 2, until t has taken message j - 2 out of the slot; copies; t waits
-A rank cannot run one kernel call ahead of a neighbour: the message it waits for is sent only after
-the neighbour has taken its barrier signal, so signals of two calls never mix.
+Protocol, for each pair of neighbours (sender s, receiver t). Each wait has exactly one matching
+signal:
+    t signals s once, via the barrier semaphore, that it is in the kernel: its memory is live;
+    s waits for this signal before its first copy, not before its local work
+    round j: for j >= 2, s waits until t has read message j - 2 from the slot; s copies; t waits
+A rank cannot be one kernel call ahead of a neighbour: the message it waits for is sent only after
+the neighbour has received its barrier signal, so signals of two calls never mix.
 """
 
 from collections.abc import Callable
@@ -25,20 +26,20 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.kda.tpu.streams import divided
 
 SLOTS = 2
-FIRST_COLLECTIVE_ID = 11  # the ids of all relays follow it, two a mesh axis
+FIRST_COLLECTIVE_ID = 11  # the ids of all relays start here, two per mesh axis
 
 
 @dataclass(frozen=True)
 class RankLine:
-    """Where the ranks are, statically: all mesh axes, which one is the context axis, its size."""
+    """The line of ranks, statically: all mesh axes, which one is the context axis, its size."""
 
     axes: tuple[str, ...]
     axis: int
     size: int
 
     def collective_id(self, step: int) -> int:
-        """Of a kernel with a relay in this direction: the barrier semaphores of kernels along
-        another axis, or in the other direction, are others."""
+        """The collective id of a kernel with a relay in this direction. Kernels along another axis,
+        or in the other direction, get other ids and so other barrier semaphores."""
         return FIRST_COLLECTIVE_ID + 2 * self.axis + (step < 0)
 
 
@@ -53,8 +54,8 @@ def rank_line(axis_name: str) -> RankLine:
 def coordinates(line: RankLine) -> jax.Array:
     """This device's position along every mesh axis, int32 [axes]: an operand of the kernel.
 
-    A kernel must not ask for its own rank: lowering would insert a cast between varying types that
-    Mosaic does not know when shard_map checks them.
+    A kernel must not query its own rank: if shard_map checks varying types, lowering would insert a
+    cast between them that Mosaic does not support.
     """
     return jnp.stack([jax.lax.axis_index(name) for name in line.axes]).astype(jnp.int32)
 
@@ -75,8 +76,8 @@ class Relay:
     """One kernel's messages along the line; `scratch` holds references from `relay_scratch`.
 
     Call `open` first, then for every round j = 0 .. rounds - 1: `receive(j)`, read
-    `message(j)`, `release(j)`; `reserve(j)`, write `reply(j)`, `send(j)`; last `close`.
-    The rank at the line's beginning receives nothing and the one at its end sends nothing.
+    `message(j)`, `release(j)`; `reserve(j)`, write `reply(j)`, `send(j)`; at the end `close`.
+    The first rank of the line receives nothing and the last one sends nothing.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Relay:
 
     @staticmethod
     def _peer(line: RankLine, coords: Any, step: int) -> tuple:
-        """Mesh coordinates of a neighbour; clamped at the line's ends, where none is used."""
+        """Mesh coordinates of a neighbour; clamped at the line's ends, where they are not used."""
         where = [coords[i] for i in range(len(line.axes))]
         where[line.axis] = jnp.clip(where[line.axis] + step, 0, line.size - 1)
         return tuple(where)
@@ -109,7 +110,7 @@ class Relay:
         )
 
     def open(self) -> None:
-        """Tell the source that this device is in the kernel and can receive."""
+        """Signals the source that this device is in the kernel and can receive."""
 
         @pl.when(self.has_source)
         def _say_ready():
@@ -127,14 +128,14 @@ class Relay:
             self._copy(j).wait_recv()
 
     def release(self, j) -> None:
-        """The message is read: its slot may be written again (if a round still needs it)."""
+        """Signals that the message was read, so that its slot may be reused (if needed)."""
 
         @pl.when(self.has_source & (j + SLOTS < self._rounds))
         def _say_taken():
             pl.semaphore_signal(self._s["taken"], 1, device_id=self._source)
 
     def reserve(self, j) -> None:
-        """Wait until the reply's own slot has left this device."""
+        """Waits until the previous message has left the reply's slot."""
 
         @pl.when(self.has_target & (j >= SLOTS))
         def _wait_departed():
@@ -162,7 +163,7 @@ class Relay:
 
 
 def take_or(relay: Relay | None, j, state: Any, start: Callable[[], None]) -> None:
-    """Fill `state` with round j's message, or by `start` where no rank sends one."""
+    """Fills `state` with round j's message, or with `start` if no rank sends one."""
     if relay is None:
         start()
         return
@@ -176,7 +177,7 @@ def take_or(relay: Relay | None, j, state: Any, start: Callable[[], None]) -> No
 
 
 def hand_on(relay: Relay | None, j, state: Any) -> None:
-    """Send `state` on as round j's message, where there is a rank to take it."""
+    """Sends `state` as round j's message, if there is a rank to receive it."""
     if relay is None:
         return
     relay.reserve(j)

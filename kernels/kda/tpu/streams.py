@@ -1,8 +1,8 @@
-"""Double-buffered copies between HBM and VMEM for kernels that walk their own loops.
+"""Double-buffered copies between HBM and VMEM for kernels with their own loops.
 
-A kernel with a grid pays two extra trips of its body in the pipeline's fill and drain; one without
-a grid moves its tiles itself. A stream is a group of tiles that arrive (or leave) together at each
-step; slot `step % 2` of every buffer belongs to the step.
+A kernel with a grid runs its body two extra times, to fill and drain the pipeline. A kernel without
+a grid avoids this but has to copy its tiles itself. A stream is a group of tiles that arrive (or
+leave) together at each step; slot `step % 2` of every buffer belongs to the step.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ View = Callable[[Step], Ref]  # step -> the HBM slice of that step
 
 
 def divided(step: Step, by: int) -> tuple[Step, Step]:
-    """(step // by, step % by) for step >= 0. Not by `//`, whose floor would need to know the
-    chip."""
+    """(step // by, step % by) for step >= 0. Avoids `//`: to lower its rounding, JAX would have to
+    know the chip."""
     if isinstance(step, int):
         return divmod(step, by)
     return jax.lax.div(step, by), jax.lax.rem(step, by)
 
 
 class Loads:
-    """Tiles that come from HBM. `tiles` pairs a view with its buffer [2, ...]; sems is DMA[2]."""
+    """Tiles copied from HBM. `tiles` pairs a view with its buffer [2, ...]; sems is DMA[2]."""
 
     def __init__(self, tiles: Sequence[tuple[View, Ref]], sems: Ref):
         self._tiles = tiles
@@ -44,7 +44,7 @@ class Loads:
             copy.start()
 
     def arrive(self, step: Step, steps: int) -> None:
-        """Start the next step's tiles, if there is one, and wait for this step's."""
+        """Starts the next step's tiles, if there is a next step, and waits for this step's."""
 
         @pl.when(step + 1 < steps)
         def _start_next():
@@ -55,7 +55,7 @@ class Loads:
 
 
 class Stores:
-    """Tiles that go to HBM."""
+    """Tiles copied to HBM."""
 
     def __init__(self, tiles: Sequence[tuple[View, Ref]], sems: Ref):
         self._tiles = tiles
@@ -69,7 +69,7 @@ class Stores:
         ]
 
     def make_room(self, step: Step) -> None:
-        """Wait until the tiles of two steps ago have left this step's slot."""
+        """Waits until the tiles of two steps ago have left this step's slot."""
 
         @pl.when(step >= 2)
         def _wait():
@@ -81,7 +81,7 @@ class Stores:
             copy.start()
 
     def drain(self, steps: int) -> None:
-        """Wait for the last tiles, after `steps` steps (a static number)."""
+        """Waits for the last tiles, after `steps` steps (a static number)."""
         for step in range(max(steps - 2, 0), steps):
             for copy in self._copies(step):
                 copy.wait()
@@ -96,8 +96,8 @@ def walk(
     enter: Callable[[jax.Array], None] | None = None,
     leave: Callable[[jax.Array], None] | None = None,
 ) -> None:
-    """Run step(g, j, slot) for all `steps` of all `groups`, moving tiles around it; `enter` and
-    `leave` before and after a group's steps."""
+    """Runs step(g, j, slot) for all `steps` of all `groups`, and copies tiles around it; runs
+    `enter` and `leave` before and after a group's steps."""
     total = groups * steps
     loads.start(0)
 

@@ -1,4 +1,4 @@
-"""Work of a compiled program, on a text whose every number is known."""
+"""Work of a compiled program, on a text with known numbers."""
 
 import dataclasses
 

@@ -18,7 +18,7 @@ from training.estimate.timeline import (
     relay_of,
     simulate,
 )
-from training.estimate.topology import GENERATIONS, HOP_SECONDS, KERNEL_STALLS
+from training.estimate.topology import GENERATIONS
 
 MESH = {"data": 1, "fsdp": 1, "context": 4, "tensor": 1}
 FORWARD = Relay(before=5.0, slot=2.0, after=0.0, groups=3, tail=0.0, wire=0.0, backward=False)
@@ -88,17 +88,17 @@ def kernel(groups: int) -> Loop:
 
 def test_a_kernels_relay_is_read_from_the_loops_of_its_schedule():
     tpu = GENERATIONS["tpu7x"]
-    bundle, message = KERNEL_STALLS / tpu.clock, 9000 / tpu.link_bytes_a_second
+    bundle, message = tpu.kernel_stalls / tpu.clock, 9000 / tpu.link_bytes_a_second
 
     def bundles_of(tree: Loop) -> tuple:
         relay = relay_of(tree, tpu, True)
         parts = (relay.before, relay.slot, relay.after, relay.tail)
         return *(round(part / bundle, 6) for part in parts), relay.groups, relay.wire
 
-    assert bundles_of(kernel(4)) == (100, 30, 20, 5, 4, message + HOP_SECONDS)
+    assert bundles_of(kernel(4)) == (100, 30, 20, 5, 4, message + tpu.hop_seconds)
     # One group: the compiler unrolls the walk over groups.
     single = Loop(0, 1, [7, Loop(1, 10, [10]), 3, Loop(1, 3, [10]), 25], sends=[4], sent=9000)
-    assert bundles_of(single) == (110, 30, 0, 25, 1, message + HOP_SECONDS)
+    assert bundles_of(single) == (110, 30, 0, 25, 1, message + tpu.hop_seconds)
     # Nothing is sent: all of it is work.
     assert bundles_of(Loop(0, 1, [40]))[:5] == (0, 40, 0, 0, 1)
 

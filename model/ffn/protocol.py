@@ -1,0 +1,51 @@
+"""What a feed-forward layer is: parameters, forward, FLOPs, metrics, and a change once a step.
+
+Each is a module in this package; registry.py has its one line.
+
+Axes: B row, T token, D residual width.
+"""
+
+from typing import Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from model.axes import Arrays, MeshNeed, Specs
+from model.config import ModelConfig
+from model.mixers.protocol import Metrics, RowPlan
+
+
+class FeedForward(Protocol):
+    """A layer that works on each token by itself; a module with these functions."""
+
+    def param_specs(self, cfg: ModelConfig) -> Specs:
+        """The parameters of one layer, by name."""
+
+    def forward(
+        self, params: Arrays, cfg: ModelConfig, x: jax.Array, plan: RowPlan, mesh: Mesh
+    ) -> tuple[jax.Array, Metrics]:
+        """x [B, T, D] -> (y [B, T, D] in x's dtype, metrics).
+
+        params: matrices as `use_params` gives them; the others float32, as one copy a token rank
+        [ranks, ...].
+        """
+
+    def after_step(
+        self, params: Arrays, cfg: ModelConfig, metrics: Metrics
+    ) -> tuple[Arrays, Metrics]:
+        """What changes outside the gradient, once an optimizer step.
+
+        Args:
+            params: after the optimizer's update, all repeats stacked [R, ...], as kept.
+            metrics: what `forward` returned, stacked [R, ...], shares added, means over the windows
+                and parts of the step.
+
+        Returns:
+            (new parameters, metrics to report, [R] each).
+        """
+
+    def flops_per_token(self, cfg: ModelConfig) -> float:
+        """Forward FLOPs of one layer a token."""
+
+    def mesh_needs(self, cfg: ModelConfig) -> list[MeshNeed]:
+        """Sizes that mesh axes must divide."""
