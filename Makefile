@@ -1,13 +1,13 @@
-# Each target sets up what it needs: .venv with a fitting Python and the pinned requirements.
-# Within an environment of your own, `python train.py --config configs/kda_cp4.py` is the same run.
+# Each target sets up what it needs: .venv with a supported Python and the pinned requirements.
+# In your own environment, `python train.py --config configs/kda_cp4.py` starts the same run.
 
 PYTHON_ENV := .venv/bin/python
 CONFIG ?= configs/kda_cp4.py
 ARGS ?=
 RUNS ?= runs
 PORT ?= 6006
-# Tests never look for an accelerator; a test that compiles for a TPU says so itself.
-# A worker that crashed would leave its file's other tests waiting for ever: end instead.
+# Tests never look for an accelerator; a test that compiles for a TPU selects it itself.
+# If a worker crashed, its file's other tests would wait forever: stop instead.
 TEST := JAX_PLATFORMS=cpu $(PYTHON_ENV) -m pytest -n 2 --dist loadfile --max-worker-restart=0
 
 .PHONY: setup setup-dev train test test-slow test-long test-all lint format tpu-check bench tensorboard requirements
@@ -27,7 +27,7 @@ test: setup-dev  ## the default tests, under 15 minutes on two cores
 test-slow: setup-dev
 	$(TEST) -m slow $(ARGS)
 
-test-long: setup-dev  ## of those the ones without faults at random moments, half an hour
+test-long: setup-dev  ## the slow tests without faults at random moments, half an hour
 	$(TEST) -m "slow and not faults" $(ARGS)
 
 test-all: setup-dev

@@ -20,7 +20,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import train
 from benchmarks.train_step import bare_steps
-from configs import base
+from configs import base, check
 from configs import flags as command_line
 from training.signals import Signals
 
@@ -32,7 +32,7 @@ def main() -> None:
     """Prints one table."""
     signals = Signals()
     config, flags = command_line.parse([sys.argv[0], f"--config={MAIN_CONFIG}", *sys.argv[1:]])
-    base.check(config)
+    check.check(config)
     train.start_jax(config, flags)
     trained = [trained_model(config, carry, signals) for carry in (True, False)]
     for _ in range(TURNS):

@@ -4,25 +4,36 @@
     python -m benchmarks.cp_timeline --heads 16 --tokens 2048 --pattern kda
     python -m benchmarks.cp_timeline --generation v6e
 
+<<<<<<< HEAD
 Each row of the table is a decoder of 24 layers and heads of 128, compiled with one row a step, with
 `heads` heads and `tokens` tokens on a rank, for context axes of 4, 16 and 64: the ranks decide how
 far ahead matrices are gathered (model/ahead.py). The timeline
+=======
+Each row of the table is a decoder of 24 layers and heads of 128, compiled with one row per step for
+a context axis of 4, with `heads` heads and `tokens` tokens per rank. The timeline
+>>>>>>> main
 (training/estimate/timeline.py) runs the compiled program's instructions on P ranks: bundles and
 loops of the kernels, and the collectives over context where the compiler scheduled them, each with
-its start and end. A figure is the efficiency of a step: a rank's own work over the time until the
-last rank is done. "step" counts the time of messages and collectives as waiting; "skew" takes
-collectives to be instantaneous, so it is what ranks lose by waiting for each other alone. "call" is
-a KDA layer's kernels on their own, forward then backward.
+its start and end. A figure is the efficiency of a step: a rank's own work divided by the time until
+the last rank is done. "step" counts the time of messages and collectives as waiting. "skew" assumes
+instantaneous collectives, so it shows only the loss from waiting for each other. "call" is a KDA
+layer's kernels alone, forward then backward.
 
 Assumptions, and what would confirm each on hardware:
     a bundle takes the same time on every rank          step times of a profile, rank by rank
-    kernels take 1.85 times as long a bundle as XLA     bundles against time, one call at P = 1
+    a kernel's bundle takes 1.85 times an XLA one's     bundles against time, one call at P = 1
     messages take bytes / link bandwidth and 1 us       one call at P = 2 and 4 against P = 1
+<<<<<<< HEAD
     a permute waits for two neighbours, see timeline    a profile with one rank slowed down
     a collective ends when all ranks have begun it, and the same; the compiled programs hold no wait
       its start waits for none (SparseCores)            at the start
     2, 4 and 8 ranks run the program compiled for 4,    compilation for P (memory, not the order)
       256 that for 64
+=======
+    a permute waits only for the sending neighbour      a profile with one rank slowed down
+    a collective ends when all ranks have started it    the same
+    P ranks run the program compiled for 4              compilation for P (memory, not the order)
+>>>>>>> main
 """
 
 import argparse
@@ -71,7 +82,11 @@ TABLE = [
 
 @dataclasses.dataclass(frozen=True)
 class Case:
+<<<<<<< HEAD
     """A step: heads and tokens on a rank, the pattern of its layers, and the TPU generation."""
+=======
+    """One compiled step: heads and tokens per rank, and the pattern of 24 layers."""
+>>>>>>> main
 
     heads: int
     tokens: int
@@ -82,7 +97,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What the timeline needs of a compiled step."""
+    """The parts of a compiled step that the timeline needs."""
 
     works: list[Work]
     collectives: list[Collective]
@@ -107,7 +122,7 @@ def compiled(case: Case, ranks: int) -> Program:
 
 
 def one_call(events: tuple[Event, ...]) -> tuple[Event, ...]:
-    """The last forward relay and the first backward one: a layer's kernels on their own."""
+    """The last forward relay and the first backward one: the kernels of one layer."""
     relays = list(relays_of(events))
     forward = [relay for relay in relays if not relay.backward]
     backward = [relay for relay in relays if relay.backward]
@@ -115,7 +130,7 @@ def one_call(events: tuple[Event, ...]) -> tuple[Event, ...]:
 
 
 def relays_of(events: tuple[Event, ...]) -> list[Relay]:
-    """All relays, in order; those of a loop's body once."""
+    """All relays, in order; a loop's relays once."""
     found: list[Relay] = []
     for event in events:
         if isinstance(event, Repeat):
@@ -135,7 +150,7 @@ def row(events: Mapping[int, tuple[Event, ...]]) -> str:
 
 
 def synchronisations(program: Program) -> list[str]:
-    """Collectives over context inside the loops over layers: what limits the ranks' drift."""
+    """Collectives over context inside the loops over layers, which limit the ranks' drift."""
     lines = []
     for each in program.collectives:
         if CONTEXT not in each.axes or not each.loops or each.kind == "collective-permute":
@@ -172,10 +187,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+<<<<<<< HEAD
     parser.add_argument("--generation", default="tpu7x", choices=SLICES)
     parser.add_argument("--ranks", type=int, nargs="+", default=list(COLUMNS), choices=COLUMNS)
     parser.add_argument("--heads", type=int, help="of a rank; one row instead of the table")
     parser.add_argument("--tokens", type=int, default=2048, help="of a rank")
+=======
+    parser.add_argument("--topology", default="tpu7x:2x2x1")
+    parser.add_argument("--heads", type=int, help="per rank; prints one row instead of the table")
+    parser.add_argument("--tokens", type=int, default=2048, help="per rank (default 2048)")
+>>>>>>> main
     parser.add_argument("--pattern", default=PURE)
     parser.add_argument("--layers", type=int, default=24)
     args = parser.parse_args()

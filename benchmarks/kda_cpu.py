@@ -2,11 +2,11 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.kda_cpu
 
-Fused bounded gate (lower bound -5), l2-normalised q and k, a cotangent on the output. Where tokamax
-is installed, its "xla_chunked" runs the same case in the same process (it takes arrays
-[H, B, T, K], made beforehand). Runs take turns; printed are the least and the median wall time, the
-least processor time (steadier on a machine that others use), XLA's temporary memory beside inputs
-and outputs, and the processor time of compiling.
+Fused bounded gate (lower bound -5), l2-normalised q and k, a cotangent on the output. If tokamax is
+installed, its "xla_chunked" runs the same case in the same process (it takes arrays [H, B, T, K],
+prepared beforehand). Runs alternate. The table has the minimum and median wall time, the minimum
+processor time (steadier on a shared machine), XLA's temporary memory in addition to inputs and
+outputs, and the processor time of compilation.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def with_vjp(attend):
 
 
 def tokamax_chunked():
-    """The same of tokamax's xla_chunked, or None where tokamax is not installed."""
+    """The same for tokamax's xla_chunked, or None if tokamax is not installed."""
     try:
         from tokamax._src.ops.kda.api import kimi_delta_attention
     except ImportError:
@@ -91,7 +91,7 @@ def cases(length: int, dtype) -> dict:
 
 
 def measure(compiled: dict, repeats: int) -> dict:
-    """By name, (wall, processor) seconds of each call [repeats, 2]; the calls take turns."""
+    """By name, (wall, processor) seconds of each call [repeats, 2]; the calls alternate."""
     seconds = {name: [] for name in compiled}
     for turn in range(repeats + 2):
         for name, (function, inputs, _) in compiled.items():

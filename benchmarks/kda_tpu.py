@@ -1,6 +1,6 @@
 """KDA on TPU: peak memory and bundles of forward and forward + VJP, compiled, and timed on a TPU.
 
-    python -m benchmarks.kda_tpu                     the table; tokamax beside it where installed
+    python -m benchmarks.kda_tpu                     the table; with tokamax if it is installed
     python -m benchmarks.kda_tpu --case cp4 --tokens 8192 --pass forward --topology v6e:2x2
     python -m benchmarks.kda_tpu --time              on a TPU: also wall time
 
@@ -9,10 +9,10 @@ bf16 q, k, v, decay (given form), float32 beta, K = V = 128, a cotangent of ones
     one      H 32, B 1, one device, one segment
     packed   the same with 25 documents in the row
 
-Peak memory is the compiler's, of one device, in decimal MB; bundles are those one device issues
-(estimate/bundles.py says what they see). Compiling needs no TPU: each case compiles in a process
-of its own for a topology that is not there. With --time the cases run on the TPUs of this machine,
-compile time apart, each run synchronised, and the median of 20 after 3 warm-ups is printed.
+Peak memory is the compiler's, per device, in decimal MB; bundles are those that one device issues
+(see estimate/bundles.py). Compiling needs no TPU: each case compiles in a separate process for an
+absent topology. With --time the cases run on the TPUs of this machine; the median of 20
+synchronised runs after 3 warm-ups is printed, without compile time.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def _attend_tokamax(case, mesh, q, k, v, decay, beta, ids):
     if case.ranks > 1:
         parallel = cp_utils.ContextParallelMetadata(mesh=mesh, axis_name="context")
         ids = jnp.ones((q.shape[1], q.shape[2]), jnp.int32)
-    with config.cross_compile(True):  # the TPU that it compiles for need not be here
+    with config.cross_compile(True):  # the target TPU may be absent
         return api.kimi_delta_attention(
             q, k, v, decay, beta, segment_ids=ids, context_parallel_metadata=parallel,
             max_num_segments=None if ids is None else case.documents, implementation="mosaic",
@@ -128,7 +128,7 @@ def _attend_tokamax(case, mesh, q, k, v, decay, beta, ids):
 
 
 def compile_case(name: str, tokens: int, topology: str, library: str, which: str) -> dict:
-    """Compiles here, in this process, whose environment says where schedules go."""
+    """Compiles in this process, whose environment determines where schedules are written."""
     from jax.experimental import topologies
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
@@ -178,7 +178,7 @@ def _value(case, tokens, position, arg, rng):
 
 
 def measure(name: str, tokens: int, topology: str, library: str, which: str) -> dict:
-    """Compile one case in a child process; its bundles and peak memory, or its error."""
+    """Compiles one case in a child process; returns its bundles and peak memory, or its error."""
     from training.estimate import bundles
 
     with tempfile.TemporaryDirectory(prefix="kda_tpu_") as dump:

@@ -4,8 +4,8 @@
     python -m benchmarks.plans --only kda_1b       one config's row, there
     python -m benchmarks.plans --calibration       the table of errors, printed
 
-Every row compiles a whole training step for a topology that need not be here; half an hour on two
-cores.
+Every row compiles a whole training step for a topology that may be absent; this takes half an hour
+on two cores.
 """
 
 import argparse
@@ -34,8 +34,8 @@ TOPOLOGIES = {
     "hybrid_7b": "tpu7x:4x8x8",
 }
 PLAN_HEAD = (
-    "| config | topology | mesh | parameters | rows x tokens | GB a device | fits | "
-    "estimated ms a step | estimated MFU | compile s | date |",
+    "| config | topology | mesh | parameters | rows x tokens | GB per device | fits | "
+    "estimated ms per step | estimated MFU | compile s | date |",
     "|" + "---|" * 11,
 )
 REMAT = ("none", "dots", "full")
@@ -64,7 +64,7 @@ def config_of(name: str) -> ConfigDict:
 
 
 def plan_row(name: str, topology: str) -> str:
-    """One config as a line of the table, or why there is none."""
+    """One config as a row of the table, or the reason why it cannot be compiled."""
     try:
         plan = make_plan(config_of(name), Topology.parse(topology))
     except (UserError, TooLarge) as error:
@@ -101,7 +101,7 @@ def with_row(text: str, row: str) -> str:
 
 def remat_table() -> Iterator[str]:
     """Memory and recomputation of each policy, for one config."""
-    yield "| remat | GB a device | live at once | saved activations GB | hardware / model FLOPs |"
+    yield "| remat | GB per device | peak live | saved activations GB | hardware / model FLOPs |"
     yield "|" + "---|" * 5
     for policy in REMAT:
         config = config_of(REMAT_CONFIG)
@@ -122,7 +122,7 @@ def remat_table() -> Iterator[str]:
 def calibration_table() -> Iterator[str]:
     """The estimate of a kernel's time against published times."""
     tpu7x = GENERATIONS["tpu7x"]
-    yield "| tokamax on v7x | bundles | published ms | ns a bundle | estimated ms | error |"
+    yield "| tokamax on v7x | bundles | published ms | ns per bundle | estimated ms | error |"
     yield "|" + "---|" * 6
     for each in TOKAMAX:
         estimate = 1e3 * each.bundles * tpu7x.kernel_stalls / tpu7x.clock
@@ -138,7 +138,7 @@ def marks(name: str) -> tuple[str, str]:
 
 
 def replace_section(text: str, name: str, lines: Iterator[str]) -> str:
-    """The text with what is between a section's two marks replaced."""
+    """The text with the contents between a section's two marks replaced."""
     begin, end = marks(name)
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)

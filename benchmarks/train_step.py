@@ -22,7 +22,7 @@ import time
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import train
-from configs import base
+from configs import base, check
 from configs import flags as command_line
 from training.signals import Signals
 
@@ -54,7 +54,7 @@ def main() -> None:
     config, flags = command_line.parse(
         [sys.argv[0], f"--config={os.path.abspath(__file__)}", *sys.argv[1:]]
     )
-    base.check(config)
+    check.check(config)
     train.start_jax(config, flags)
     with tempfile.TemporaryDirectory() as workdir:
         rows = measure(config, workdir, signals)

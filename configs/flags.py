@@ -72,7 +72,7 @@ flags.DEFINE_string(
     "plan_factors",
     "",
     "File of speeds that --plan uses, as `make tpu-check` writes it. Default: "
-    "~/.config/kda-trainer/tpu_factors.json, where there is one; none: the built-in speeds.",
+    "~/.config/kda-trainer/tpu_factors.json, if it exists; none: the built-in speeds.",
     flag_values=_FLAGS,
 )
 flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=_FLAGS)
@@ -82,6 +82,15 @@ _OWN = (
     *("config", "workdir", "init_from", "eval_only", "eval_json", "plan", "plan_json"),
     *("plan_factors", "coordinator", "processes", "process_id", "start_timeout", "help"),
 )
+# Arguments of other trainers, beside the names of options (`renamed_from`).
+_FOLDER = "try --workdir=FOLDER"
+_DEVICES = "try --config.mesh.data=N, or fsdp, context, tensor: their product is the devices"
+_OTHER_NAMES = {
+    **dict.fromkeys(("output_dir", "out_dir", "logdir", "log_dir", "save_dir"), _FOLDER),
+    **dict.fromkeys(("devices", "gpus", "num_devices", "nproc_per_node"), _DEVICES),
+    "resume": "not needed: the same command resumes",
+    "resume_from_checkpoint": "not needed: the same command resumes",
+}
 
 
 def parse(argv: list[str]) -> tuple[ConfigDict, flags.FlagValues]:
@@ -233,6 +242,8 @@ def _lookup(config: ConfigDict, name: str) -> Any:
 def _hint(argument: str) -> str:
     """Suggests what an unknown argument may have meant."""
     name = argument.lstrip("-").partition("=")[0]
+    if name in _OTHER_NAMES:
+        return _OTHER_NAMES[name]
     found = check.hints(name)
     return f"try --config.{found[0]}=..." if found else "try --help"
 

@@ -243,7 +243,7 @@ class Loader:
         return not over
 
     def error_ahead(self, timeout: float) -> tuple[bool, BaseException | None]:
-        """Waits, at most so many seconds, for LOOK_AHEAD batches after the last one handed out.
+        """Waits up to `timeout` seconds for LOOK_AHEAD batches after the last one handed out.
 
         Returns (whether they, or their end, are there; the error that one of them will raise).
         """

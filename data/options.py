@@ -67,7 +67,7 @@ class DataConfig:
         "train.grad_accum_steps; with data.epochs = 0 at most the number of training documents.",
         unit="rows",
         minimum=1,
-        renamed_from=("rows", "batch_size"),
+        renamed_from=("rows", "batch", "batch_size", "train_batch_size"),
     )
     packing: str = option(
         "stream",

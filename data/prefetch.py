@@ -40,7 +40,7 @@ class Prefetcher[T]:
             return self._changed.wait_for(lambda: bool(self._made), timeout)
 
     def error_within(self, items: int, timeout: float) -> tuple[bool, BaseException | None]:
-        """Waits, at most so many seconds, for the next items (at most `ahead`).
+        """Waits up to `timeout` seconds for the next items (at most `ahead`).
 
         Returns (whether they, or an error among them, are there; that error).
         """

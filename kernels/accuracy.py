@@ -1,10 +1,10 @@
-"""How accurate kernels are: relative errors RMS(x - ref) / RMS(ref) against float64 definitions.
+"""Bounds on kernel errors: RMS(x - ref) / RMS(ref) against float64 definitions.
 
-Tests hold the kernels to them in the interpreter, `make tpu-check` on a TPU.
+Tests check them in the interpreter, `make tpu-check` on a TPU.
 """
 
-# KDA and the float64 recurrence. float32: a few roundings through sums of 64 products, states and
-# running products; gradients take about twice the way.
+# KDA against the float64 recurrence. float32: a few roundings in sums of 64 products, states and
+# running products; gradients go through about twice as many operations.
 KDA_BOUNDS_FLOAT32 = {"out": 1e-5, "gradient": 5e-5, "decay": 5e-5}
 # bf16 inputs: every operand of a product and the result are rounded by up to 2^-9. The decay's
 # gradient is a running sum of differences of such products.

@@ -1,8 +1,8 @@
 """Products of groups of rows, each group with its own matrix: `jax.lax.ragged_dot` on TPU.
 
-XLA for TPU skips the tiles that no group touches. Elsewhere it multiplies every row by every matrix
-(64 matrices on CPU: 64 times the operations, and the rows 64 times in memory), so there rows are
-multiplied block by block, each with the one matrix that it needs.
+XLA for TPU skips tiles that no group touches. On other devices it multiplies every row by every
+matrix (64 matrices on CPU: 64 times the operations, and the rows 64 times in memory). There, rows
+are multiplied block by block, each block by the one matrix that it needs.
 
 Axes: M row, G group, I input, O output, C row of a block.
 """
@@ -23,8 +23,8 @@ _LEAST_ROWS = 8
 def grouped_matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
     """x [M, I] in groups, one after another, times weights [G, I, O] -> [M, O] in x's dtype.
 
-    sizes: [G] int32, rows of each group; rows after all groups give undefined numbers, and get no
-    gradient that means anything. Sums are float32; products of float32 are float32 on every device.
+    sizes: [G] int32, rows of each group. Results and gradients of rows after all groups are
+    undefined. Sums are float32; float32 products have float32 precision on every device.
     """
     axes = varying_axes((x, weights, sizes))
     x, weights, sizes = vary((x, weights, sizes), axes)
@@ -54,10 +54,10 @@ _by_blocks.defvjp(_forward, _backward)
 
 
 class _Blocks(NamedTuple):
-    """Blocks of C rows, none across two groups. total: how many there are, known at run time.
+    """Blocks of C rows, each within one group. total: their number, known at run time.
 
-    group, begin, end: of block n, the group that it belongs to, its first row, and the end of the
-    group's rows; functions of n.
+    group, begin, end: functions of n: the group of block n, its first row, and the end of the
+    group's rows.
     """
 
     total: jax.Array
@@ -82,8 +82,8 @@ def _blocks(length: int, sizes: jax.Array) -> _Blocks:
 
 
 def _multiply(x: jax.Array, weights: jax.Array, sizes: jax.Array, product: str) -> jax.Array:
-    """Each block's rows times its matrix. A block is written whole, its excess over the group's end
-    too: the next group's rows are written later."""
+    """Each block's rows times its matrix. A block is written in full, even beyond the group's end:
+    the next group's rows are written later."""
     blocks = _blocks(x.shape[0], sizes)
     multiply = _product(product, x)
     width = weights.shape[1] if product.endswith("i") else weights.shape[2]

@@ -1,9 +1,9 @@
-"""Mesh axes, what is cut along them, and `ParamSpec`, the description of one parameter.
+"""Mesh axes, what is split along them, and `ParamSpec`, the description of one parameter.
 
-Mesh axes: "data", "fsdp" and "expert" divide rows, "context" tokens, "tensor" heads, FFN columns
-and the vocabulary; "expert" divides the experts of a layer, too. Parameters are divided over
-"tensor" along heads, FFN and vocabulary, and matrices over "fsdp", "expert" and "context" along the
-first axis that divides; they are whole on every "data" rank.
+Mesh axes: "data", "fsdp" and "expert" split rows, "context" tokens, "tensor" heads, FFN columns and
+the vocabulary; "expert" also splits the experts of a layer. Parameters are sharded over "tensor"
+along heads, FFN and vocabulary, and matrices over "fsdp", "expert" and "context" along the first
+axis that is divisible; every "data" rank holds all of them.
 """
 
 import dataclasses
@@ -24,11 +24,7 @@ Tree = Any  # a pytree; JAX has no public type for one
 Arrays = dict[str, Any]  # a pytree of arrays whose root is a dict
 Specs = Mapping[str, Any]  # a pytree of ParamSpec whose root is a dict
 
-AT_REST = (
-    FSDP,
-    EXPERT,
-    CONTEXT,
-)  # mesh axes that divide matrices where they are kept, not where used
+AT_REST = (FSDP, EXPERT, CONTEXT)  # mesh axes that shard matrices in storage, but not in use
 _TENSOR_AXES = ("vocab", "heads", "ffn")  # divided over "tensor": the first that a parameter has
 _INNER_AXES = ("width", "gate_rank", "kv_rank")  # a parameter with one of these is a matrix
 
@@ -45,7 +41,7 @@ class MeshNeed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """One parameter. All are float32; they are cast where they are used.
+    """One parameter. All are float32; they are cast when they are used.
 
     Attributes:
         shape: elements along each axis. axes: what each axis is: "repeats", "width", "gate_rank",
@@ -94,7 +90,7 @@ class ParamSpec:
         return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in divided))
 
     def _divide(self, divided: list[tuple[str, ...]], axes: tuple[str, ...], mesh: Mesh) -> bool:
-        """Adds mesh axes to the first axis that is divisible by them; whether there is one."""
+        """Adds mesh axes to the first axis divisible by them; returns whether there is one."""
         candidates = [n for n, axis in enumerate(self.axes) if axis != "repeats"]
         for n in sorted(candidates, key=lambda n: self.axes[n] not in _INNER_AXES):
             if self.shape[n] % math.prod(mesh.shape[axis] for axis in (*divided[n], *axes)) == 0:
@@ -106,7 +102,7 @@ class ParamSpec:
 def matrix(
     shape: tuple[int, ...], axes: tuple[str, ...], std: float, *, muon: bool = True
 ) -> ParamSpec:
-    """A matrix, normal with this standard deviation; it decays and is cast."""
+    """A matrix, initialised normally with this standard deviation; it decays and is cast."""
 
     def init(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return std * jax.random.normal(key, shape, jnp.float32)
@@ -120,10 +116,10 @@ def vector(shape: tuple[int, ...], axes: tuple[str, ...], init: Init) -> ParamSp
 
 
 def gain(size: int) -> ParamSpec:
-    """The gain of a norm, ones."""
+    """The gain of a norm, initialised to ones."""
     return vector((size,), ("whole",), lambda key, shape: jnp.ones(shape, jnp.float32))
 
 
 def matrix_flops(specs: Tree) -> float:
-    """Forward FLOPs a token of multiplying with every matrix of a tree of `ParamSpec`."""
+    """Forward FLOPs per token of multiplying by every matrix of a tree of `ParamSpec`."""
     return 2.0 * sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs) if spec.cast)

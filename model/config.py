@@ -94,6 +94,7 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
         "Type that layers compute in. Parameters, optimizer and recurrent state are float32.",
         choices=("bfloat16", "float32"),
         on_resume="state",
+        renamed_from=("dtype", "precision"),
     )
     remat: str = option(
         "full",

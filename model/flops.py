@@ -1,20 +1,20 @@
-"""Floating-point operations that training a token needs; a multiply-add counts as two.
+"""Floating-point operations for training a token; a multiply-add counts as two.
 
-Model FLOPs: what the mathematics needs, not what rematerialisation repeats. The backward of a
-product is two products of its size, so training is three times the forward.
+These are model FLOPs: those of the mathematics, without the repetitions of rematerialisation. The
+backward of a product is two products of the same size, so training is three times the forward.
 """
 
 from model.config import ModelConfig
 from model.ffn.registry import feed_forwards_of
 from model.mixers.registry import mixers_of
 
-_TRAIN = 3  # forward and backward over forward
+_TRAIN = 3  # FLOPs of forward and backward, divided by those of the forward
 
 
 def train_flops_per_token(cfg: ModelConfig) -> float:
-    """Everything that is the same for every token: what layers declare, and the head.
+    """FLOPs that are the same for every token: those that layers declare, and the head's.
 
-    The embedding is read, not multiplied; the vocabulary's padding does not count.
+    The embedding is read, not multiplied; the vocabulary's padding is not counted.
     """
     head = 2.0 * cfg.d_model * cfg.vocab_size
     layers = zip(cfg.repeats, mixers_of(cfg), feed_forwards_of(cfg), strict=True)
@@ -25,7 +25,8 @@ def train_flops_per_token(cfg: ModelConfig) -> float:
 
 
 def key_flops_per_token(cfg: ModelConfig, mean_context: float) -> float:
-    """What grows with the keys that a token sees, training, all layers; 0 without such layers.
+    """Training FLOPs per token that grow with the keys it sees, of all layers; 0 without such
+    layers.
 
     mean_context: keys that a query sees, on average; (n + 1) / 2 for documents of n tokens.
     """

@@ -1,9 +1,10 @@
 """Continues rows of tokens: chunked prefill, then one token at a time from the carried state.
 
-There is no second implementation of the model. Both phases call `model.decoder.forward`, a token
-with KDA's recurrence in place of the chunked form. Its carry is all that the next token needs: for
-a KDA layer its state and the convolution's last inputs, so a token costs the same time and memory
-whatever came before it; for an attention layer the last keys and values, of a fixed number.
+There is no second implementation of the model. Both phases call `model.decoder.forward`; for single
+tokens KDA uses the recurrence instead of the chunked form. The carry holds everything that the next
+token needs. For a KDA layer this is its state and the convolution's last inputs, so the time and
+memory of a token do not depend on what came before it. For an attention layer it is a fixed number
+of the last keys and values.
 
 Axes: B row, T token, V vocabulary entry.
 """
@@ -28,10 +29,10 @@ class Sampling:
     """How the next token is chosen from its logits.
 
     Attributes:
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: only the k most likely tokens; 0: all.
-        top_p: only the smallest set of most likely tokens whose probabilities add up to p;
-            0 < p <= 1.
+        temperature: divides the logits; 0 always takes the most likely token.
+        top_k: sample only from the k most likely tokens; 0: from all.
+        top_p: sample only from the smallest set of most likely tokens whose total probability
+            reaches p; 0 < p <= 1.
 
     Raises:
         ValueError: an attribute is out of range.
@@ -51,7 +52,7 @@ class Sampling:
 
 
 class Decoded(NamedTuple):
-    """Where a batch of rows is: the carry after its last tokens, and what follows them.
+    """The state of a batch of rows: the carry after its last tokens, and the next logits.
 
     logits: [B, V] float32 of the token after each row's last one.
     """
@@ -64,12 +65,12 @@ class Generator:
     """Generates from one set of parameters.
 
     Args:
-        params: as `forward` takes them. cfg: the trained model's; its own choices of carry and
-            rematerialisation do not matter here. mesh: rows are not split, so data, fsdp and
-            context are 1; heads may be over tensor.
-        piece: tokens of a prompt that are processed at once. Memory grows with it.
-        attention_memory: tokens that attention layers see before a piece or a new token;
-            cfg.attention_memory where that is more.
+        params: as `forward` takes them.
+        cfg: the trained model's; its carry and rematerialisation options are ignored.
+        mesh: data, fsdp and context must be 1, since rows are not split; tensor may split heads.
+        piece: tokens of a prompt that are processed at a time. Memory grows with it.
+        attention_memory: tokens that attention layers see before a piece or a new token, or
+            cfg.attention_memory if that is larger.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Generator:
         self._params, self._mesh, self._piece = params, mesh, piece
         memory = max(cfg.attention_memory, attention_memory)
         self._cfg = dataclasses.replace(cfg, carry=True, remat="none", attention_memory=memory)
-        # A chunk of KDA would hold one token: the recurrence is the cheaper form.
+        # A chunk of KDA would hold one token, so the recurrence is cheaper.
         token_by_token = dataclasses.replace(self._cfg, kda_implementation="recurrent")
         whole = NamedSharding(mesh, PartitionSpec())
         carried = carry_shardings(self._cfg, mesh)
@@ -98,7 +99,7 @@ class Generator:
         )
 
     def prefill(self, prompts: Sequence[np.ndarray]) -> Decoded:
-        """Processes prompts, each [n] int32 with n >= 1, of any lengths, from an empty state.
+        """Processes prompts, each [n] int32 with n >= 1, of different lengths, from an empty state.
 
         Raises:
             ValueError: a prompt is empty.
@@ -120,23 +121,23 @@ class Generator:
         return done
 
     def append(self, done: Decoded, tokens: jax.Array) -> Decoded:
-        """One more token a row: tokens [B] int32. `done` is used up."""
+        """Appends one token per row: tokens [B] int32. `done` is donated."""
         return self._append(self._params, done, *_single(tokens))
 
     def next(
         self, done: Decoded, number: int, sampling: Sampling, key: jax.Array
     ) -> tuple[Decoded, jax.Array]:
-        """Draws the number-th new token of every row, [B] int32, and appends it. `done` is used
-        up."""
+        """Draws the number-th new token of every row, [B] int32, and appends it. `done` is
+        donated."""
         return self._next(self._params, done, np.int32(number), key, sampling)
 
     def tokens(
         self, done: Decoded, limit: int, sampling: Sampling, seed: int
     ) -> Iterator[np.ndarray]:
-        """Yields `limit` times the next token of every row, [B] int32. `done` is used up.
+        """Yields the next token of every row, [B] int32, `limit` times. `done` is donated.
 
-        A token is read on the host only after the step that follows it has been dispatched, so the
-        device does not wait for the reader.
+        The host reads a token only after the next step has been dispatched, so the device does not
+        wait for the reader.
         """
         key = jax.random.key(seed)
         done, token = self.next(done, 0, sampling, key)
@@ -147,8 +148,8 @@ class Generator:
         yield np.asarray(token)
 
     def step_bytes(self, rows: int) -> int:
-        """Bytes that one token of `rows` rows needs on the device beside the parameters: what the
-        compiled step takes, returns and holds in between."""
+        """Bytes that one token of `rows` rows needs on the device in addition to the parameters:
+        the compiled step's arguments, results and temporaries."""
         done = jax.eval_shape(self._empty_arrays(rows))
         key = jax.eval_shape(lambda: jax.random.key(0))
         arrays = self._params, done, jax.ShapeDtypeStruct((), np.int32), key
@@ -181,8 +182,8 @@ class Generator:
         return self._forward(cfg, params, done, *_single(token)), token
 
     def _forward(self, cfg, params, done: Decoded, tokens, segment_ids, continues) -> Decoded:
-        """tokens, segment_ids: [B, T], padding (0) at the end only. A row of padding stays as it
-        is."""
+        """tokens, segment_ids: [B, T], with padding (0) only at the end. A row that is all padding
+        keeps its state."""
         hidden, carry, _ = forward(
             params, cfg, tokens, segment_ids, continues, done.carry, self._mesh
         )

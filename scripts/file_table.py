@@ -1,6 +1,6 @@
-"""The table of files in docs/architecture.md, from the first sentence of each module.
+"""Generates the table of files in docs/architecture.md from each module's first sentence.
 
-python scripts/file_table.py          prints the document with a table of today's files
+python scripts/file_table.py          prints the document with the current table
 python scripts/file_table.py --write  writes it
 """
 
@@ -23,7 +23,7 @@ def first_sentence(path: pathlib.Path) -> str:
 
 
 def table() -> str:
-    """Markdown: one table a folder."""
+    """Markdown: one table per folder."""
     parts = [_rows("at the top level", [ROOT / name for name in ENTRIES])]
     for room in ROOMS:
         folders = sorted({path.parent for path in (ROOT / room).rglob("*.py")})
@@ -35,7 +35,7 @@ def table() -> str:
 
 
 def document() -> str:
-    """The document with the table in its place."""
+    """The document with the current table."""
     text = DOCUMENT.read_text()
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"

@@ -1,8 +1,8 @@
-"""All processes of a run must have been started alike: options, code, libraries.
+"""Checks that all processes of a run use the same options, code and libraries.
 
 They compare before JAX looks for devices, so before anything is compiled or read. Otherwise a
-process with another learning rate would train on silently, and one whose evaluations come at other
-steps would wait forever. What the data are is compared when they are opened (data/loader.py).
+process with another learning rate would train silently, and one that evaluates at other steps would
+wait forever. The data are compared when they are opened (data/loader.py).
 """
 
 import hashlib
@@ -17,9 +17,9 @@ from ml_collections import ConfigDict
 
 from errors import UserError
 
-# Options that need not be equal: resources and paths of a host, and what process 0 alone does.
-# (Data and tokenizer are compared by content.) --workdir, --coordinator and --process_id are not
-# compared either; that all see one checkpoint folder is checked when it is opened.
+# Options that may differ: resources and paths of a host, and what only process 0 does. (Data and
+# tokenizer are compared by content.) --workdir, --coordinator and --process_id are not compared
+# either; opening the checkpoint folder checks that all processes see the same one.
 MAY_DIFFER = frozenset(
     {
         "train.compilation_cache",
@@ -33,7 +33,7 @@ MAY_DIFFER = frozenset(
         "profile.steps",
     }
 )
-# What else decides which program is compiled, or what it computes.
+# Other settings that determine which program is compiled, or what it computes.
 LIBRARIES = ("jax", "jaxlib", "libtpu", "numpy", "optax", "orbax-checkpoint", "tokenizers")
 ENVIRONMENT = (
     "JAX_DEFAULT_MATMUL_PRECISION",
@@ -51,16 +51,16 @@ Values = dict[str, str]
 
 
 class Store(Protocol):
-    """Keys and values that all processes see: the client of JAX's coordination service."""
+    """A key-value store that all processes see: the client of JAX's coordination service."""
 
     def key_value_set(self, key: str, value: str) -> None: ...
 
     def key_value_try_get(self, key: str) -> str:
-        """Raises where there is no such key yet."""
+        """Raises if there is no such key yet."""
 
 
 def values_of(config: ConfigDict, init_from: str) -> Values:
-    """Everything that has to be equal, by the names that the message uses."""
+    """Everything that must be equal, by the names used in the error."""
     values = {
         f"config.{group}.{name}": repr(value)
         for group, options in config.items()
@@ -101,7 +101,7 @@ def check(store: Store, values: Values, process: int, processes: int) -> None:
 
 
 def first_difference(found: list[Values]) -> str:
-    """A line about the first value that differs from that of process 0, "" where there is none."""
+    """A line about the first value that differs from that of process 0, "" if there is none."""
     first = found[0]
     for process, values in enumerate(found):
         for name in sorted({*first, *values}):

@@ -1,4 +1,4 @@
-"""One line for failures of libraries and of the system whose cause is known."""
+"""One-line messages for library and system failures whose cause is known."""
 
 import errno
 import os
@@ -7,12 +7,12 @@ import sys
 from errors import RunError, TrainerError
 from training import peers, process
 
-# What writing to an open file fails with, which does not know its name.
+# Errors of writing to an open file; they do not contain its name.
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def explain(error: Exception) -> TrainerError | None:
-    """The error as one of ours, None where its cause is not known."""
+    """Converts an error to a TrainerError; None if its cause is not known."""
     if isinstance(error, TrainerError):
         return error
     if isinstance(error, BrokenPipeError):
@@ -27,7 +27,7 @@ def explain(error: Exception) -> TrainerError | None:
 
 
 def _reader_closed() -> RunError:
-    # What is left to write goes nowhere, or the interpreter would complain once more at exit.
+    # Discard the remaining output; otherwise the interpreter would report the error again at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return RunError(
         "stdout: the reader closed the pipe; the steps saved before are untouched; "
@@ -57,7 +57,7 @@ def _of_xla(error: Exception) -> RunError | None:
 
 
 def _out_of_memory(text: str) -> bool:
-    """Whether a failure of XLA's is about memory; it says so in one of two ways."""
+    """Whether an XLA failure is about memory; there are two forms of the message."""
     return "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
 
 

@@ -1,4 +1,4 @@
-"""One run a folder: a second one would remove what the first is saving."""
+"""Locks a folder for one run: a second run would remove what the first is saving."""
 
 import fcntl
 import os
@@ -17,11 +17,11 @@ class LockError(RunError):
 
 
 def lock(folder: str, option: str, *, needed: bool = True) -> IO[str]:
-    """Locks the folder that an option names, made where it is missing, until the file is closed or
-    the process ends.
+    """Locks the folder that an option names until the returned file is closed or the process ends.
+    Creates the folder if it is missing.
 
     Args:
-        needed: whether a file system without locks is an error, else it goes without.
+        needed: whether a file system without locks is an error; otherwise the folder is not locked.
 
     Raises:
         LockError: another process holds the lock, or the folder cannot be written to or locked.
@@ -35,7 +35,9 @@ def lock(folder: str, option: str, *, needed: bool = True) -> IO[str]:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _failure(place, "another run is using it; wait for its end, or try another") from None
+        raise _failure(
+            place, "another run is using it; wait until it ends, or try another"
+        ) from None
     except OSError as error:
         if not needed:
             return file
@@ -48,8 +50,8 @@ def lock(folder: str, option: str, *, needed: bool = True) -> IO[str]:
 
 
 def owner(workdir: str) -> str:
-    """Names the run of a workdir, for the lease of a bucket: host, path, and an id that is kept in
-    the workdir, since containers may share host names and paths."""
+    """The name of a workdir's run, for the lease of a bucket: host, path, and an id stored in the
+    workdir, since containers may share host names and paths."""
     with open(os.path.join(workdir, ".run_id"), "a+", encoding="ascii", errors="replace") as file:
         file.seek(0)
         number = file.read().strip()

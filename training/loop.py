@@ -272,8 +272,9 @@ class TrainLoop:
         if not in_flight.reported:
             self._wait(in_flight)
             learning = self.meter.report() | {"learning/epoch": in_flight.epoch}
-            self.writers.write(in_flight.step, learning | values | self.goodput.metrics())
-            self.goodput.write()
+            with self.signals.waiting("while reports were being written", PATIENCE_SECONDS):
+                self.writers.write(in_flight.step, learning | values | self.goodput.metrics())
+                self.goodput.write()
             in_flight.reported = True
 
     def _evaluate(self, step: int, stops: int) -> dict[str, float]:

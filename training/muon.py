@@ -1,12 +1,12 @@
-"""Muon for matrices that are kept in pieces: each is orthogonalised whole, on one rank.
+"""Muon for sharded matrices: each matrix is orthogonalised as a whole, on one rank.
 
-Gradients and momenta are sharded as the parameters are, and Newton-Schulz needs whole matrices.
-Matrices of one shape and placement are stacked, padded to a multiple of the ranks, exchanged so
+Gradients and momenta are sharded like the parameters, but Newton-Schulz needs whole matrices.
+Matrices of the same shape and sharding are stacked, padded to a multiple of the ranks, exchanged so
 that each rank holds some of them whole, orthogonalised there, and exchanged back. A rank sends and
-receives its own share of the momenta twice; gathering would bring all of them to every rank, and
+receives its own share of the momenta twice. Gathering would send all of them to every rank, and
 every rank would repeat all products.
 
-The state is that of `optax.contrib.scale_by_muon`, so checkpoints keep their names.
+The state is that of `optax.contrib.scale_by_muon`, so the names in checkpoints are the same.
 """
 
 import collections
@@ -24,7 +24,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's quintic, for five steps
 _STEPS = 5
 _EPS = 1e-8
 
-Placements = dict[str, NamedSharding]  # by the parameter's path, as `jax.tree_util.keystr` says it
+Placements = dict[str, NamedSharding]  # by the parameter's path, in the form of `keystr`
 
 
 def scale_by_muon(beta: float, shardings: Any) -> optax.GradientTransformation:
@@ -57,7 +57,7 @@ def scale_by_muon(beta: float, shardings: Any) -> optax.GradientTransformation:
 
 
 def scale_by_size(factor: float) -> optax.GradientTransformation:
-    """An orthogonal [I, O] times factor * sqrt(max(I, O)) has a root mean square of `factor`."""
+    """Scales an orthogonal [I, O] by factor * sqrt(max(I, O)), to an RMS of `factor`."""
 
     def update(updates, params=None):
         return jax.tree.map(lambda x: math.sqrt(max(x.shape[-2:])) * factor * x, updates)

@@ -1,9 +1,9 @@
-"""One line where another process of the run has died, or never came.
+"""Reports in one line that another process of the run has died, or never connected.
 
-JAX's coordination service notices a lost process 0 at once, any other after a few missed
-heartbeats, and then its client prints several lines and aborts; it has no handler for Python. So
-file descriptor 2 becomes a pipe: a thread passes on what libraries print there, and ends the
-process in one line, with exit code 1, where it reads that the client gives up.
+JAX's coordination service detects a lost process 0 immediately, and any other process after a few
+missed heartbeats. Its client then prints several lines and aborts; it offers no Python handler. So
+file descriptor 2 becomes a pipe: a thread forwards what libraries print to it. When it reads that
+the client aborts, it ends the process with one line and exit code 1.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from collections.abc import Iterator
 
 from training import process
 
-HEARTBEAT_SECONDS = 10  # a process that is silent for so long is dead, and the others stop
+HEARTBEAT_SECONDS = 10  # a process silent for this long is considered dead, and the others stop
 _NOTICE = re.compile(rb"coordination_service|coordination service|JAX distributed service")
 _GIVES_UP = b"Terminating process because the JAX distributed service"
 _REST_SECONDS = 0.3  # for the lines that follow, with the cause
 _SECONDS_TO_PRINT = 1.0  # for the other processes, before process 0 ends and they with it
 
-_number: int | None = None  # of this process, where it is one of several; -1 while unknown
+_number: int | None = None  # of this process, if it is one of several; -1 while unknown
 
 
 def watch(number: int) -> None:
-    """Begins to watch for the end of other processes. number: of this one, -1 while unknown."""
+    """Starts watching for the end of other processes. number: of this one, -1 while unknown."""
     set_number(number)
     before = sys.stderr
     before.flush()
@@ -45,16 +45,16 @@ def watch(number: int) -> None:
 
 
 def set_number(number: int) -> None:
-    """The number of this process, which JAX may have found by itself."""
+    """The number of this process, which JAX may have detected."""
     global _number
     _number = number
 
 
 def _hold_aborts() -> None:
-    """A thread that aborts sleeps first, so that `_pass_on` can read what it has printed.
+    """Makes a thread that aborts sleep first, so that `_pass_on` can read what it has printed.
 
-    The handler is the C library's sleep, called with the signal's number as seconds (6). Python's
-    handlers run too late for a signal that a library raises to end the process.
+    The handler is the C library's sleep, called with the signal's number (6) as the seconds.
+    Python's handlers run too late for a signal that a library raises to end the process.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
@@ -73,7 +73,7 @@ def _pass_on(source: int, terminal: int) -> None:
 
 
 def _rest(source: int) -> bytes:
-    """What follows until nothing comes for a moment."""
+    """Reads until nothing arrives for a moment."""
     text, until = b"", time.monotonic() + 10 * _REST_SECONDS
     while time.monotonic() < until and select.select([source], [], [], _REST_SECONDS)[0]:
         text += os.read(source, 1 << 16)
@@ -81,7 +81,7 @@ def _rest(source: int) -> bytes:
 
 
 def cause_of(text: str) -> str:
-    """Which process is gone, and how, from what JAX's coordination service printed."""
+    """Which process is lost, and how, from the output of JAX's coordination service."""
     if twice := re.search(r"(\d+) unexpectedly tried to connect", text):
         return f"a second process was started with --process_id={twice[1]}"
     if silent := re.search(r"stopped sending heartbeats\):\s*((?:\d+[\s,]+)+)", text):
@@ -93,21 +93,21 @@ def cause_of(text: str) -> str:
 
 
 def wait_for_cause() -> None:
-    """After a failure that may be another process's end: that is noticed by `watch`, which ends
-    this process and says which one it was. Returns where nothing is noticed in time."""
+    """Waits after a failure that another process's end may have caused: `watch` would then end this
+    process and report which one it was. Returns if nothing is detected in time."""
     if _number is not None:
         time.sleep(HEARTBEAT_SECONDS)
 
 
 def let_others_print() -> None:
-    """Before this process ends with an error that all processes have found together."""
+    """Called before this process ends with an error that all processes have found together."""
     if _number == 0:
         time.sleep(_SECONDS_TO_PRINT)
 
 
 @contextlib.contextmanager
 def limit(seconds: float, line: str) -> Iterator[None]:
-    """Ends the process with this line, and exit code 1, where the block takes longer."""
+    """Ends the process with this line and exit code 1 if the block takes longer."""
     timer = threading.Timer(seconds, process.end, (f"error: {line}", 1))
     timer.daemon = True
     timer.start()

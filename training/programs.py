@@ -1,10 +1,11 @@
-"""Compiled programs on disk, kept from one start to the next.
+"""A cache of compiled programs on disk, kept between starts.
 
-JAX decides what is kept and under which key: the program, the versions of jaxlib and the compiler,
-flags, devices and the instruction set of the CPU. The folder is ours, because JAX writes a program
-in place and never again: another run may read half of it, and what a killed run left unfinished
-stays so. Here a file appears whole, under its own name, with a digest that is checked when it is
-read. A folder that cannot be read or written costs one line and a compilation, never a run.
+JAX decides what is cached and under which key: the program, the versions of jaxlib and the
+compiler, flags, devices and the CPU's instruction set. The files are written here, because JAX
+writes a program in place and never again: another run may read half of it, and a file that a killed
+run left incomplete stays so. Here a file is renamed into place when it is complete, and has a
+digest that is checked on reading. A folder that cannot be read or written costs one line and a
+compilation, but never ends a run.
 """
 
 import contextlib
@@ -17,26 +18,26 @@ from collections.abc import Callable
 
 import jax
 
-# Private: nothing public takes another folder. test_programs.py fails where JAX changes this.
+# Private: no public API accepts a custom cache. test_programs.py fails if JAX changes this.
 from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
 DIRECTORY = "kda-trainer"
-MOST_BYTES = 4 * 2**30  # of a folder; the programs that were used longest ago are removed first
-LEAST_SECONDS = 0.5  # of a compilation whose program is kept
+MOST_BYTES = 4 * 2**30  # per folder; the least recently used programs are removed first
+LEAST_SECONDS = 0.5  # programs that compile faster are not kept
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SUFFIX = ".program"
 
 
 def default_folder() -> str:
-    """DIRECTORY in the user's folder for caches: $XDG_CACHE_HOME, or ~/.cache."""
+    """DIRECTORY in the user's cache folder: $XDG_CACHE_HOME, or ~/.cache."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     caches = given if os.path.isabs(given) else os.path.expanduser("~/.cache")
     return os.path.join(caches, DIRECTORY)
 
 
 def keep(folder: str) -> None:
-    """From now on programs are looked up in this folder, and kept there."""
+    """Makes JAX look up and keep compiled programs in this folder."""
     programs = Programs(folder, lambda line: print(line, file=sys.stderr, flush=True))
     compilation_cache.reset_cache()
     compilation_cache.get_file_cache = lambda path: (programs, path)
@@ -45,10 +46,10 @@ def keep(folder: str) -> None:
 
 
 class Programs(CacheInterface):
-    """A folder of programs by key, which several processes may read and write at once.
+    """A folder of programs by key, which several processes may read and write at the same time.
 
     Args:
-        log: gets one line, about the first file that cannot be read or written.
+        log: called with one line, about the first file that cannot be read or written.
     """
 
     def __init__(self, folder: str, log: Callable[[str], None], most_bytes: int = MOST_BYTES):
@@ -57,7 +58,7 @@ class Programs(CacheInterface):
         self._most_bytes = most_bytes
 
     def get(self, key: str) -> bytes | None:
-        """The program, None where there is none that is whole."""
+        """The program; None if there is none, or it is incomplete."""
         path = self._file(key)
         try:
             content = path.read_bytes()
@@ -76,7 +77,7 @@ class Programs(CacheInterface):
         return program if whole else None
 
     def put(self, key: str, value: bytes) -> None:
-        """Keeps a program, unless the disk refuses."""
+        """Stores a program, unless the disk refuses."""
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)  # programs are trusted
             self._write(self._file(key), hashlib.sha256(value).digest() + value)
@@ -85,13 +86,13 @@ class Programs(CacheInterface):
             self._report(error)
 
     def clear(self) -> None:
-        """Part of JAX's interface: forgets what is known of the folder, which is nothing."""
+        """Part of JAX's interface; there is no state to clear."""
 
     def _file(self, key: str) -> pathlib.Path:
         return self._path / f"{key}{_SUFFIX}"
 
     def _write(self, path: pathlib.Path, content: bytes) -> None:
-        """Under another name first. A process that is killed leaves that one behind."""
+        """Writes under a temporary name, then renames. A killed process leaves the temporary."""
         handle, part = tempfile.mkstemp(dir=self._path, prefix="part_", suffix=_SUFFIX)
         try:
             with open(handle, "wb") as file:
@@ -118,6 +119,6 @@ class Programs(CacheInterface):
         log, self._log = self._log, None
         if log:
             log(
-                f"{self._path}: {error.strerror}; programs are compiled anew at every start; try "
+                f"{self._path}: {error.strerror}; programs are compiled again at every start; try "
                 "another --config.train.compilation_cache"
             )

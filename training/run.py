@@ -106,7 +106,8 @@ def _restore_and_train(
                 f"step {start} of config.train.steps={steps} is done: nothing to train; try more "
                 "steps, or another --workdir to start anew"
             )
-        manager.close()
+        with saving(parts, signals):
+            manager.close()
     except Exception as error:
         # An earlier step's save may be under way. Where another process has died it cannot end.
         if isinstance(error, NonFiniteError) or jax.process_count() == 1:

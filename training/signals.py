@@ -1,9 +1,9 @@
-"""Requests to stop (SIGTERM, SIGINT, SIGHUP) or to profile (SIGUSR1), at any moment.
+"""Handles requests to stop (SIGTERM, SIGINT, SIGHUP) or to profile (SIGUSR1) at any time.
 
 The main thread spends its time inside XLA, where Python runs no signal handlers. The interpreter
-writes each signal's number to a socket at once, and a thread reads it there: so a signal is heard
-during a long compilation, or while another process is waited for. Where a wait has nothing to save
-that is not saved already (see `Signals.waiting`), this thread ends the process.
+immediately writes each signal's number to a socket, which a thread reads. A signal is therefore
+noticed during a long compilation, or during a wait for another process. If everything is already
+saved during a wait (see `Signals.waiting`), this thread ends the process.
 """
 
 import contextlib
@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from training import process
 
 _STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# make, shells and launchers pass on what their whole group was sent: one wish, heard twice.
+# make, shells and launchers forward signals that the whole group received, so one request may
+# arrive twice.
 ECHO_SECONDS = 1.0
 _POLL_SECONDS = 0.5
 
@@ -27,7 +28,7 @@ _POLL_SECONDS = 0.5
 class Wait:
     """A wait of the main thread that a stop request may end.
 
-    what: for the line, what is lost included. seconds: how long it may last after the request.
+    what: for the message, with what is lost. seconds: how long it may last after the request.
     code: to exit with. since: time.monotonic() when it began.
     """
 
@@ -38,9 +39,9 @@ class Wait:
 
 
 class Signals:
-    """Installed when made, in the main thread. Ask `stop`, or `take_profile`.
+    """Installs handlers when created, in the main thread. Poll `stop` and `take_profile`.
 
-    Until `started` is called there is nothing to save, and a request ends the process at once.
+    Until `started` is called there is nothing to save, and a request ends the process immediately.
     """
 
     def __init__(self) -> None:
@@ -52,22 +53,22 @@ class Signals:
         self._profile = threading.Event()
         self._reader, writer = socket.socketpair()
         writer.setblocking(False)
-        self._writer = writer  # kept: the interpreter holds only its number
+        self._writer = writer  # keeps it open: the interpreter holds only its descriptor
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in (*_STOP, signal.SIGUSR1):
-            # Without a Python handler the system's own action would end the process. nohup has
-            # SIGHUP ignored, and so it stays.
+            # Without a Python handler the default action would end the process. Under nohup SIGHUP
+            # is ignored, and stays ignored.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def started(self) -> None:
-        """From now on a stop request is left to the loop, which saves."""
+        """From now on the loop handles stop requests, and saves."""
         self._wait = None
 
     @contextlib.contextmanager
     def waiting(self, what: str, seconds: float) -> Iterator[None]:
-        """A wait for others, whose end is not up to this process; see `Wait`."""
+        """A wait that this process cannot end by itself; see `Wait`."""
         before, self._wait = self._wait, Wait(what, seconds, 1)
         try:
             yield
@@ -76,13 +77,13 @@ class Signals:
 
     @property
     def stop(self) -> str | None:
-        """The signal's name once the process was asked to stop, else None."""
+        """The signal's name if the process was asked to stop, else None."""
         return self._stop.name if self._stop else None
 
     def take_profile(self) -> bool:
-        """Whether a profile was asked for since the last call."""
+        """Whether a profile was requested since the last call."""
         if not self._profile.is_set():
-            return False  # one that is asked for now must not be cleared
+            return False  # a request that arrives now must not be cleared
         self._profile.clear()
         return True
 
@@ -105,18 +106,18 @@ class Signals:
         if self._stop and now < self._told + ECHO_SECONDS:
             return
         if self._stop:
-            process.end(f"{number.name} again: ending at once", 128 + number)
+            process.end(f"{number.name} again: ending immediately", 128 + number)
         self._stop, self._told = number, now
         self._end_wait()
         print(
             f"{number.name}: stopping after the step in flight and a checkpoint; "
-            "again to end at once",
+            "again to end immediately",
             file=sys.stderr,
             flush=True,
         )
 
     def _end_wait(self) -> None:
-        """Ends the process if it was asked to stop and waits for something for too long."""
+        """Ends the process if it was asked to stop and has waited for too long."""
         wait, stop = self._wait, self._stop
         if stop is None or wait is None:
             return

@@ -1,6 +1,6 @@
-"""Attention of one token a row, as in generation: all its scores at once.
+"""Attention of one token per row, as in generation, with all its scores at once.
 
-Axes: B row, G key-value head, M query heads a key-value head, S key, d head channel.
+Axes: B row, G key-value head, M query head per key-value head, S key, d head channel.
 """
 
 import functools
@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 
 _MASKED = -1e30  # finite, so that a row with every score masked stays finite
-Keys = tuple[jax.Array, jax.Array, jax.Array]  # k, v [B, G, S, d]; [B, S] bool, the key is seen
+Keys = tuple[jax.Array, jax.Array, jax.Array]  # k, v [B, G, S, d]; visible [B, S] bool
 
 
 def attend(q: jax.Array, parts: Sequence[Keys]) -> jax.Array:
-    """A row's query [B, H, 1, d] against all keys of `parts`, which are not joined: that would copy
-    them. Sums and the softmax are float32.
+    """A row's query [B, H, 1, d] against all keys of `parts`, which are not concatenated, as this
+    would copy them. Sums and the softmax are float32.
 
     Returns:
-        [B, H, 1, d] in q's dtype; 0 where a row sees no key.
+        [B, H, 1, d] in q's dtype; 0 if a row sees no key.
     """
     queries = q.reshape(q.shape[0], parts[0][0].shape[1], -1, q.shape[-1])
     scores = [_scores(queries, k, seen) for k, _, seen in parts]

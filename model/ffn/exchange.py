@@ -1,6 +1,6 @@
-"""Tokens to the ranks of their experts and back, along the expert axis alone.
+"""Sends tokens to the ranks of their experts and back, along the expert axis.
 
-Nothing is dropped: a rank has room for every token of its group that could choose its experts, and
+No token is dropped: a rank has room for every token of its group that could choose its experts, and
 computes only those that did.
 
 Axes: M row (a token for one of its experts), E expert, P rank of the expert axis, D width.
@@ -18,7 +18,7 @@ from model.axes import EXPERT
 
 
 class Slices(NamedTuple):
-    """One direction of an exchange, as `jax.lax.ragged_all_to_all` takes it; [E] int32 each."""
+    """One direction of an exchange, as arguments of `ragged_all_to_all`; [E] int32 each."""
 
     input_offsets: jax.Array
     send_sizes: jax.Array
@@ -29,7 +29,7 @@ class Slices(NamedTuple):
 class Exchange(NamedTuple):
     """Both directions, and rows of each of this rank's experts, sizes [E / P] int32.
 
-    Rows that arrive are ordered by expert, those of one expert by the rank that they come from.
+    Rows that arrive are ordered by expert, and for each expert by the sending rank.
     """
 
     there: Slices
@@ -38,7 +38,7 @@ class Exchange(NamedTuple):
 
 
 def plan_exchange(counts: jax.Array) -> Exchange:
-    """Where rows go. counts [E] int32: this rank's rows of each expert, which it holds in order.
+    """Plans an exchange. counts [E] int32: this rank's rows of each expert, held in order.
 
     Inside `jax.shard_map`.
     """
@@ -46,14 +46,14 @@ def plan_exchange(counts: jax.Array) -> Exchange:
     own = counts.shape[0] // ranks
     everywhere = jax.lax.all_gather(counts, EXPERT)  # [P, E]
     begins = jnp.cumsum(everywhere, axis=1) - everywhere  # in the rows of each rank
-    # Where a rank's rows of an expert begin at that expert's rank: after those of the experts
-    # before it there, and after those of the ranks before it.
+    # Where a rank's rows of an expert begin on that expert's rank: after those of earlier experts
+    # there, and after those of earlier ranks.
     totals = everywhere.sum(axis=0).reshape(ranks, own)
     arrivals = (jnp.cumsum(totals, axis=1) - totals).reshape(-1)
     arrivals = arrivals + jnp.cumsum(everywhere, axis=0) - everywhere  # [P, E]
 
     def of_own(x: jax.Array) -> jax.Array:
-        """[P, E] -> [P * E / P]: this rank's experts, by the rank that the rows come from."""
+        """[P, E] -> [P * E / P]: this rank's experts, by sending rank."""
         return jax.lax.dynamic_slice_in_dim(x, rank * own, own, axis=1).reshape(-1)
 
     there = Slices(begins[rank], counts, arrivals[rank], of_own(everywhere))
@@ -63,8 +63,8 @@ def plan_exchange(counts: jax.Array) -> Exchange:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def move(x: jax.Array, there: Slices, back: Slices, length: int) -> jax.Array:
-    """Rows x [M, D] -> [length, D]: those that arrive, and zeros. `back` is the way back, which the
-    gradient takes."""
+    """Rows x [M, D] -> [length, D]: those that arrive, then zeros. `back` is the reverse exchange,
+    for the gradient."""
     out = zeros_like_varying(x, (length, x.shape[1]), x.dtype)
     if select.platform(x) == "tpu":
         return jax.lax.ragged_all_to_all(x, out, *there, axis_name=EXPERT)

@@ -1,11 +1,12 @@
 """Mixture of experts: each token goes to the k of E experts that its router scores highest.
 
-x -> sigmoid scores in float32 -> the k experts with the highest score + bias, weighed by the scores
-alone -> their SwiGLUs, added up; and shared experts, one SwiGLU for all tokens. No loss balances
-the experts: a step moves each bias by a fixed amount towards equal counts of tokens (`after_step`).
+x -> sigmoid scores in float32 -> the k experts with the highest score + bias, weighted by the
+scores without the bias -> the sum of their SwiGLUs; in addition shared experts, one SwiGLU for all
+tokens. No loss term balances the experts: each step moves each bias by a fixed amount towards equal
+token counts (`after_step`).
 
-Each rank routes its own tokens and orders them by expert; they travel along the "expert" axis to
-the ranks that hold the experts, are multiplied there group by group, and travel back.
+Each rank routes its own tokens and orders them by expert. They are sent along the "expert" axis to
+the ranks that hold the experts, multiplied there group by group, and sent back.
 
 Axes: B row, T token, D residual width, F column of an expert, E expert, k choice of a token; on a
 rank n token, M = n k row.
@@ -43,8 +44,8 @@ from model.mixers.protocol import Metrics, RowPlan
 
 
 def param_specs(cfg: ModelConfig) -> Specs:
-    """gate, up [E, D, F] and down [E, F, D]; the router [D, E] stays float32; its bias [E] is zero
-    at first and has no gradient; "shared": one SwiGLU of shared_experts * F columns."""
+    """gate, up [E, D, F] and down [E, F, D]; the router [D, E], float32; its bias [E], initially
+    zero and without a gradient; "shared": one SwiGLU of shared_experts * F columns."""
     count = cfg.num_experts
     router = matrix((cfg.d_model, count), ("width", "whole"), cfg.init_std, muon=False)
     bias = vector((count,), ("whole",), lambda key, shape: jnp.zeros(shape, jnp.float32))
@@ -65,8 +66,8 @@ def forward(
 ) -> tuple[jax.Array, Metrics]:
     """x [B, T, D] -> (y [B, T, D], metrics); see `protocol.FeedForward`.
 
-    Metrics, one share a token rank: "expert_tokens" [ranks, E], tokens that each expert computed;
-    "dropped_tokens" [ranks], those that were routed less those computed, which is 0.
+    Metrics, one contribution per token rank: "expert_tokens" [ranks, E], tokens that each expert
+    computed; "dropped_tokens" [ranks], routed minus computed tokens, which is 0.
     """
     scores = jax.nn.sigmoid(matmul(x.astype(jnp.float32), params["router"]))
     columns, rows = PartitionSpec(EXPERT, None, TENSOR), PartitionSpec(EXPERT, TENSOR)
@@ -86,7 +87,7 @@ def forward(
 
 
 def after_step(params: Arrays, cfg: ModelConfig, metrics: Metrics) -> tuple[Arrays, Metrics]:
-    """Moves the biases, and reports "expert_load": most tokens of an expert over their mean."""
+    """Moves the biases, and reports "expert_load": the experts' maximum of tokens over the mean."""
     counts = metrics["expert_tokens"]
     bias = balanced(params["router_bias"], counts, cfg.router_bias_rate)
     load = counts.max(axis=-1) / jnp.maximum(counts.mean(axis=-1), 1e-9)
@@ -111,7 +112,7 @@ def _on_rank(cfg: ModelConfig, x, scores, valid, bias, matrices):
     """One rank's tokens x [b, t, D]: (y [b, t, D], metrics)."""
     matrices = {name: vary(w, (DATA, FSDP, CONTEXT)) for name, w in matrices.items()}
     tokens, valid = x.reshape(-1, x.shape[-1]), valid.reshape(-1)
-    # Padding takes no part: its rows are zeros on the way in, and dropped on the way out.
+    # Padding is excluded: its rows are zeros before the experts, and dropped after them.
     tokens = vary(jnp.where(valid[:, None], tokens, 0), (TENSOR,))
     routing = route(scores.reshape(valid.size, -1), bias[0], valid, cfg)
     order = jnp.argsort(routing.experts.reshape(-1), stable=True)  # [M] choices by expert
@@ -131,7 +132,7 @@ def _on_rank(cfg: ModelConfig, x, scores, valid, bias, matrices):
 
 @jax.named_scope("experts")
 def _compute(cfg: ModelConfig, rows, counts, matrices):
-    """Rows [M, D] ordered by expert -> (what the experts make of them, how many rows this rank's
+    """Rows [M, D] ordered by expert -> (the experts' results, the number of rows that this rank's
     experts computed)."""
     ranks = jax.lax.axis_size(EXPERT)
     if ranks == 1:
@@ -154,7 +155,7 @@ def _swiglu_of_groups(rows: jax.Array, matrices: Arrays, sizes: jax.Array) -> ja
 
 @jax.custom_vjp
 def _take(x: jax.Array, rows: jax.Array, back: jax.Array) -> jax.Array:
-    """x[rows], whose gradient gathers, too: back [n, c] are the c places that row n went to."""
+    """x[rows], with a gradient that is also a gather: back [n, c] are the c positions of row n."""
     return x[rows]
 
 

@@ -1,4 +1,4 @@
-"""Feed-forward layers by the names that config.model.ffn uses."""
+"""Feed-forward layers by their names in config.model.ffn."""
 
 from model.config import ModelConfig
 from model.ffn import experts, swiglu
@@ -12,10 +12,10 @@ FEED_FORWARDS: dict[str, FeedForward] = {
 
 
 def feed_forwards_of(cfg: ModelConfig) -> tuple[FeedForward, ...]:
-    """The feed-forward layers, one beside each mixer of `registry.mixers_of`.
+    """The feed-forward layers, one for each mixer of `registry.mixers_of`.
 
     Raises:
-        OptionError: config.model.ffn names one that does not exist, or too few or too many.
+        OptionError: config.model.ffn contains an unknown name, or the wrong number of names.
     """
     names = cfg.ffns
     if any(name not in FEED_FORWARDS for name in names) or len(names) != len(cfg.mixers):

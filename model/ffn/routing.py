@@ -1,4 +1,4 @@
-"""Which experts compute a token, and with which weights; and the biases that balance them.
+"""The choice of experts for each token, their weights, and the biases that balance them.
 
 Axes: n token of a rank, E expert, k choice of a token.
 """
@@ -25,7 +25,7 @@ class Routing(NamedTuple):
 
 @jax.named_scope("routing")
 def route(scores: jax.Array, bias: jax.Array, valid: jax.Array, cfg: ModelConfig) -> Routing:
-    """Chooses by score + bias, and weighs by the scores alone.
+    """Chooses experts by score + bias; their weights are the scores without the bias.
 
     Args:
         scores: [n, E] float32, sigmoids. bias: [E] float32, without a gradient. valid: [n] bool.

@@ -18,7 +18,7 @@ def param_specs(cfg: ModelConfig) -> Specs:
 
 
 def swiglu_specs(cfg: ModelConfig, columns: int) -> Specs:
-    """Normal matrices with F = columns; see `swiglu`."""
+    """Normally initialised matrices with F = columns; see `swiglu`."""
     shape, std = (cfg.d_model, columns), cfg.init_std
     return {
         "gate": matrix(shape, ("width", "ffn"), std),
@@ -51,6 +51,6 @@ def mesh_needs(cfg: ModelConfig) -> list[MeshNeed]:
 
 @jax.named_scope("ffn")
 def swiglu(x: jax.Array, params: Arrays) -> jax.Array:
-    """[B, T, D] -> [B, T, D] by the parameters of `swiglu_specs`."""
+    """[B, T, D] -> [B, T, D] with the parameters of `swiglu_specs`."""
     gate = matmul(x, params["gate"])
     return matmul(jax.nn.silu(gate) * matmul(x, params["up"]), params["down"])

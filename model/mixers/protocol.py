@@ -1,6 +1,6 @@
-"""What a mixer is: its parameters, carry, forward, FLOPs, and the metrics that it reports.
+"""The protocol of a mixer: its parameters, carry, forward, FLOPs, and metrics.
 
-Each is a module in this package; registry.py has its one line.
+Each mixer is a module in this package, with one line in registry.py.
 
 Axes: B row, T token, D residual width.
 """
@@ -19,10 +19,10 @@ Metrics = dict[str, jax.Array]
 
 
 class RowPlan(NamedTuple):
-    """What a batch's rows mean for every layer; depends on the ids and flags alone.
+    """Metadata of a batch's rows for all layers; depends only on the ids and flags.
 
-    segments: see kernels.segments. continues: [B] bool, the row's first segment continues from the
-    carry. has_tokens: [B] bool, the row is not all padding.
+    segments: see kernels.segments. continues: [B] bool, whether the row's first segment continues
+    from the carry. has_tokens: [B] bool, whether the row is not all padding.
     """
 
     segments: Segments
@@ -34,13 +34,13 @@ class Mixer(Protocol):
     """A layer that mixes tokens of a segment; a module with these functions and this constant."""
 
     READS_POSITIONS: bool
-    """Whether `forward` needs each token's place in its document."""
+    """Whether `forward` needs each token's position in its document."""
 
     def param_specs(self, cfg: ModelConfig) -> Specs:
         """The parameters of one layer, by name."""
 
     def init_carry(self, cfg: ModelConfig, rows: int) -> Arrays:
-        """The carry of one layer and `rows` streams before their first token; {}: none."""
+        """The carry of one layer for `rows` streams before their first token; {}: none."""
 
     def carry_specs(self, cfg: ModelConfig) -> Tree:
         """Tree of `PartitionSpec` of the same structure."""
@@ -70,14 +70,14 @@ class Mixer(Protocol):
         """
 
     def new_carry(self, cfg: ModelConfig, plan: RowPlan, carry: Arrays, ends: Arrays) -> Arrays:
-        """The carry after a batch from that before it and `ends`, summed over ranks; both are
+        """The carry after a batch, from the carry before it and `ends` summed over ranks; both are
         stacked over repeats, [R, ...]."""
 
     def flops_per_token(self, cfg: ModelConfig) -> float:
-        """Forward FLOPs of one layer a token, but for what grows with the number of keys seen."""
+        """Forward FLOPs of one layer per token, except those that grow with the keys seen."""
 
     def flops_per_key(self, cfg: ModelConfig) -> float:
-        """Forward FLOPs of one layer a token and key seen."""
+        """Forward FLOPs of one layer per token and key seen."""
 
     def mesh_needs(self, cfg: ModelConfig) -> list[MeshNeed]:
         """Sizes that mesh axes must divide."""

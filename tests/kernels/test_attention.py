@@ -122,7 +122,7 @@ def test_one_token_in_bf16():
     ("name", "ranks"), [("memory", 1), ("memory", 2), ("memory", 4), ("one token", 1)]
 )
 def test_the_next_memory_is_the_end_of_the_last_segment(name, ranks):
-    """Against a search token by token; rows without tokens have nothing valid."""
+    """Against a token-by-token search; rows without tokens have nothing valid."""
     case = CASES[name]
     arrays, valid = make_inputs(case)
     after = run(name, ranks, 16)[2]
@@ -138,7 +138,7 @@ def test_the_next_memory_is_the_end_of_the_last_segment(name, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_have_equal_work_under_causality(ranks):
-    """A rank's pieces are an early and a late one, of one sum; results return to their places."""
+    """A rank has an early and a late piece, of equal total work; results return to their ranks."""
     token = jnp.arange(ranks * 12)
 
     def exchange(token):
@@ -254,7 +254,7 @@ def test_memory_is_linear_in_the_row_length_in_rematerialised_layers():
 
 
 def test_no_array_holds_all_pairs_of_blocks():
-    """As JAX states the program, before XLA: known values must not be split off and saved."""
+    """In the jaxpr, before XLA: known values must not be split off and saved."""
     step, inputs = layers_loss(2048)
     shapes = re.findall(r"\w\[([\d,]+)\]", str(jax.make_jaxpr(step)(*inputs)))
     assert max(math.prod(map(int, shape.split(","))) for shape in shapes) < 2048 * 2048 / 4

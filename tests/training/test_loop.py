@@ -181,6 +181,22 @@ def test_told_to_stop_while_waiting_for_data_the_last_step_is_saved():
     assert stub.of("report")[-1][1] == 5 and stub.of("save")[-1][1] == 5
 
 
+def test_a_request_to_stop_can_end_a_wait_for_reports_to_be_written():
+    """As on a network file system that hangs."""
+    stub, active, seen = Stub(steps=2), [], []
+
+    @contextlib.contextmanager
+    def waiting(what, seconds):
+        active.append((what, seconds))
+        yield
+        active.pop()
+
+    stub.loop.signals.waiting = waiting
+    stub.loop.writers.write = lambda step, values: seen.extend(active)
+    stub.loop.run()
+    assert seen == [("while reports were being written", loop.PATIENCE_SECONDS)] * 2
+
+
 @pytest.mark.parametrize(("log", "saves"), [(1, 0), (50, 0), (1, 6), (50, 6)])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_data_that_fail_leave_the_last_step_reported_and_saved(monkeypatch, log, saves, processes):

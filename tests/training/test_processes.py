@@ -29,7 +29,7 @@ MESH = ["--config.mesh.context=4", "--config.eval.batches=2"]
 
 # What process 0 says while all is well.
 PROGRESS = re.compile(
-    r"step |.* parameters on |compiled in |compiling |resumed from |passed over |it/s|validation"
+    r"step |.* parameters on |compiled in |compiling |resumed from |skipped |it/s|validation"
 )
 
 

@@ -190,7 +190,7 @@ def test_another_runs_parameters_start_a_new_training(whole, tmp_path):
 @pytest.mark.timeout(5400)
 def test_killed_fifty_times_at_any_moment(tmp_path):
     """Faults injected: 50. Survived: 50. The final parameters equal those of an unbroken run."""
-    arguments = ["--config.train.steps=1000", "--config.eval.every=0"]
+    arguments = ["--config.train.steps=600", "--config.eval.every=0"]
     arguments += ["--config.checkpoint.every=7", "--config.log.every=1"]
     train(tmp_path / "whole", *arguments)
     chance, killed = random.Random(0), tmp_path / "killed"
@@ -205,21 +205,31 @@ def test_killed_fifty_times_at_any_moment(tmp_path):
         run.end(-signal.SIGKILL)
     train(killed, *arguments)
     assert learning(killed) == learning(tmp_path / "whole")
-    assert digests_of(killed, 1000) == digests_of(tmp_path / "whole", 1000)
+    assert digests_of(killed, 600) == digests_of(tmp_path / "whole", 600)
+
+
+EACH_STEP = ["--config.train.steps=150", "--config.checkpoint.every=1", "--config.eval.every=1"]
+
+
+@pytest.fixture(scope="module")
+def each_step(tmp_path_factory):
+    """150 steps, each of them saved and evaluated, without a break."""
+    folder = tmp_path_factory.mktemp("each_step") / "run"
+    train(folder, *EACH_STEP)
+    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.faults
+@pytest.mark.timeout(5400)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_told_to_stop_at_any_moment(tmp_path, number):
+def test_told_to_stop_at_any_moment(each_step, tmp_path, number):
     """Twenty times, mostly in evaluations and saves, which here follow every step; also while it
     starts, restores and compiles, when there is nothing new. The exit code is 0, and the losses at
     the end are those of a run that was never stopped."""
-    arguments = ["--config.train.steps=400", "--config.checkpoint.every=1", "--config.eval.every=1"]
-    train(tmp_path / "whole", *arguments)
     chance, stopped, steps = random.Random(1), tmp_path / "stopped", [-1]
     for stop in range(20):
-        run = Running(stopped, *arguments)
+        run = Running(stopped, *EACH_STEP)
         # Python must have come as far as the first line of main to take a signal in order.
         run.until(" parameters on " if stop % 2 else "step ")
         time.sleep(chance.uniform(0.0, 1.5))
@@ -229,9 +239,9 @@ def test_told_to_stop_at_any_moment(tmp_path, number):
         starting = f"stopped by {number.name} before the first step of this start"
         saved = f"stopped by {number.name}; step {steps[-1]} is saved"
         assert starting in text or saved in text, text
-        assert steps[-2] <= steps[-1] < 400
-    train(stopped, *arguments)
-    assert learning(stopped) == learning(tmp_path / "whole")
+        assert steps[-2] <= steps[-1] < 150
+    train(stopped, *EACH_STEP)
+    assert learning(stopped) == learning(each_step)
 
 
 def test_differences_tell_another_model_from_other_options():

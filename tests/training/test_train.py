@@ -242,7 +242,7 @@ def test_told_to_stop_twice_ends_at_once(tmp_path):
     run.wait_for(tmp_path / "checkpoints" / "2")
     time.sleep(2 * ECHO_SECONDS)
     run.signal(signal.SIGTERM)
-    assert "ending at once" in run.end(128 + signal.SIGTERM)
+    assert "ending immediately" in run.end(128 + signal.SIGTERM)
     assert steps_on_disk(tmp_path) == [2], "saved when told, before the evaluation's end"
 
 

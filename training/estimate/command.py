@@ -1,4 +1,4 @@
-"""The command behind `python train.py --config C --plan TOPOLOGY`."""
+"""The command `python train.py --config C --plan TOPOLOGY`."""
 
 import pathlib
 import sys
@@ -11,14 +11,14 @@ from training.progress import elapsed
 
 
 def run(config: ConfigDict, topology: str, json_path: str, factors_path: str) -> int:
-    """Prints the plan, writes it as JSON where a path is given; returns the exit code.
+    """Prints the plan, and writes it as JSON if a path is given; returns the exit code.
 
     Args:
         factors_path: --plan_factors, see `factors.chosen`.
 
     Raises:
-        UserError: one line: unknown topology, a file of factors that cannot be read, mesh or memory
-            that do not fit and what would.
+        UserError: unknown topology, a file of factors that cannot be read, or a mesh or memory that
+            does not fit (with settings that would); one line.
     """
     chosen = factors.calibrated(Topology.parse(topology), factors.chosen(factors_path))
     suggest.check_devices(config, chosen)

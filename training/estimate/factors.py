@@ -1,7 +1,7 @@
-"""Speeds that were measured on a TPU, in place of a plan's built-in ones: a file that --plan reads.
+"""Speeds measured on a TPU, which replace a plan's built-in ones: a file that --plan reads.
 
-`make tpu-check` measures them and writes the file: JSON, one record for each TPU generation. It is
-~/.config/kda-trainer/tpu_factors.json (below $XDG_CONFIG_HOME where that is set), unless
+`make tpu-check` measures them and writes the file: JSON, one record per TPU generation. It is
+~/.config/kda-trainer/tpu_factors.json (below $XDG_CONFIG_HOME if that is set), unless
 --plan_factors, or --factors of the check, names another.
 """
 
@@ -21,9 +21,9 @@ BUILT_IN = "none"  # --plan_factors: no file
 class Factors:
     """Measured speeds of one generation, as the fields of `Generation` of the same names.
 
-    device_kind, devices: of the machine, as JAX says. date: of the measurement. libtpu: version of
-    the compiler whose bundles were counted. None: not measured, as between devices on a machine
-    with one.
+    device_kind, devices: of the machine, as reported by JAX. date: of the measurement. libtpu:
+    version of the compiler whose bundles were counted. None: not measured, such as links between
+    devices on a machine with one device.
     """
 
     device_kind: str
@@ -42,7 +42,7 @@ class Factors:
                 raise ValueError(f"{name} must be a number above 0, got {value!r}")
 
     def speeds(self) -> dict[str, float]:
-        """What was measured, by name."""
+        """The measured speeds, by name."""
         values = {name: getattr(self, name) for name in SPEEDS}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -55,7 +55,7 @@ SPEEDS = ("clock", "kernel_stalls", "hbm_bytes_a_second", "link_bytes_a_second",
 
 
 def default_path() -> pathlib.Path:
-    """Where the file is unless an option names another place."""
+    """The default location of the file."""
     base = os.environ.get("XDG_CONFIG_HOME") or os.path.join("~", ".config")
     return pathlib.Path(base).expanduser() / "kda-trainer" / "tpu_factors.json"
 
@@ -81,7 +81,7 @@ def read(path: pathlib.Path) -> dict[str, Factors]:
     """Factors by the generation's name.
 
     Raises:
-        UserError: there is no such file, or it holds something else.
+        UserError: there is no such file, or it is not a file of factors.
     """
     try:
         found = json.loads(path.read_text())
@@ -96,10 +96,10 @@ def read(path: pathlib.Path) -> dict[str, Factors]:
 
 
 def write(path: pathlib.Path, generation: str, factors: Factors) -> None:
-    """Adds or replaces a generation's factors; those of others stay.
+    """Adds or replaces a generation's factors and keeps those of others.
 
     Raises:
-        UserError: the file that is there holds something else.
+        UserError: the existing file is not a file of factors.
         OSError: it cannot be written.
     """
     known = read(path) if path.exists() else {}
@@ -113,7 +113,7 @@ def write(path: pathlib.Path, generation: str, factors: Factors) -> None:
 
 
 def calibrated(topology: Topology, path: pathlib.Path | None) -> Topology:
-    """The topology with a file's speeds, where it has any of this generation.
+    """The topology with a file's speeds, if the file has any for this generation.
 
     Raises:
         UserError: as `read`.

@@ -1,9 +1,9 @@
-"""A plan: what a config's training step would need and take on a TPU topology, as one record.
+"""A plan: the estimated memory and time of a config's training step on a TPU topology.
 
-The step time is a roofline, not a measurement. Every instruction takes the longer of its bundles
-and its HBM traffic; Pallas kernels take `kernel_stalls` times as long a bundle as XLA's programs.
-Collectives add what no work between start and done hides, and `timeline` says how long context
-ranks wait for each other.
+The step time is a roofline, not a measurement. Every instruction takes the longer of the times for
+its bundles and for its HBM traffic; a bundle of a Pallas kernel takes `kernel_stalls` times as long
+as one of XLA's programs. Collectives add the time that is not hidden by work between start and
+done, and `timeline` gives the time that context ranks wait for each other.
 """
 
 import collections
@@ -34,7 +34,7 @@ MESH_AXES = tuple(field.name for field in dataclasses.fields(MeshOptions))
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveSum:
-    """All collectives of one kind over the same axes, in one step and device."""
+    """All collectives of one kind over the same axes, per step and device."""
 
     kind: str
     axes: tuple[str, ...]
@@ -51,7 +51,7 @@ class StepTime:
     """Estimated seconds of one step.
 
     kernels: of Pallas kernels. collectives: exposed, over all axes. waiting: of context ranks for
-    each other, beside the collectives' own time.
+    each other, in addition to the collectives' own time.
     """
 
     total: float
@@ -148,7 +148,7 @@ def _assemble(
 
 
 def kernel_bundles(found: list[Work]) -> dict[str, int]:
-    """Bundles a step of each Pallas kernel, by the name without its number."""
+    """Bundles per step of each Pallas kernel, by name without number."""
     total: collections.Counter[str] = collections.Counter()
     for work in found:
         if is_kernel(work.visit.instruction):
@@ -158,7 +158,7 @@ def kernel_bundles(found: list[Work]) -> dict[str, int]:
 
 
 def unknown_loops(found: list[Work]) -> tuple[str, ...]:
-    """Loops that count once because their trip count depends on data."""
+    """Loops that are counted once because their trip count depends on data."""
     names = {work.visit.loops[-1] for work in found if work.visit.unknown}
     return tuple(sorted(names))
 
@@ -167,7 +167,7 @@ def step_time(
     found: list[Work], exchanged: list[Collective], events: tuple[Event, ...], ranks: int,
     generation: Generation,
 ) -> StepTime:  # fmt: skip
-    """The estimate of one step: the last context rank's time, and what it is made of."""
+    """The estimate of one step: the last context rank's time, and its parts."""
     timeline, waiting = simulate(events, ranks), simulate(instantaneous(events), ranks)
     others = [c for c in exchanged if CONTEXT not in c.axes]
     kernels = sum(
@@ -206,7 +206,7 @@ def summed(exchanged: list[Collective], generation: Generation) -> tuple[Collect
 
 
 def assumptions(generation: Generation) -> tuple[str, ...]:
-    """What the step time rests on, one line each."""
+    """The assumptions of the step time, one line each."""
     built_in = "built in, calibrated on published times of tpu7x; `make tpu-check` measures them"
     return (
         f"speeds of {generation.name}: {generation.measured or built_in}",
@@ -215,6 +215,6 @@ def assumptions(generation: Generation) -> tuple[str, ...]:
         f"{generation.link_bytes_a_second / 1e9:.0f} GB/s each way",
         f"XLA's programs issue {generation.clock / 1e9:.2f} bundles/ns, as in a large product at "
         f"peak; Pallas kernels take {generation.kernel_stalls:.3g} times as long",
-        "an instruction takes the longer of its bundles and its HBM bytes; copies run beside it",
-        "a collective is a ring over one link in both directions; data parallel rows are full",
+        "an instruction takes the longer of its bundles and its HBM bytes; copies run in parallel",
+        "a collective is a ring over one link in both directions; rows have no padding",
     )

@@ -15,10 +15,10 @@ MOST_TRIES = 4  # compilations of changed settings, after the one that did not f
 
 
 def check_devices(config: ConfigDict, topology: Topology) -> None:
-    """Refuses a mesh with more devices than the topology has, or that leaves some unused.
+    """Refuses a mesh that needs more devices than the topology has, or leaves some unused.
 
     Raises:
-        UserError: one line with the change of one axis that takes all devices.
+        UserError: one line with the change of one axis that uses all devices.
     """
     axes = dict(config.mesh)
     needed, found = math.prod(axes.values()), topology.devices
@@ -32,7 +32,7 @@ def check_devices(config: ConfigDict, topology: Topology) -> None:
 
 
 def _fitting_mesh(config: ConfigDict, devices: int) -> str:
-    """The change of one axis that takes all devices and divides what the axis cuts."""
+    """The change of one axis that uses all devices and divides the sizes that the axis splits."""
     axes = dict(config.mesh)
     data, model = config.data, config.model
     cut = {
@@ -49,10 +49,10 @@ def _fitting_mesh(config: ConfigDict, devices: int) -> str:
 
 
 def plan_or_nearest(config: ConfigDict, topology: Topology) -> tuple[Plan, tuple[str, ...]]:
-    """(the plan, no changes), or the first changed settings that fit and their overrides.
+    """(the plan, no changes), or the plan of the first changed settings that fit, and the changes.
 
     Raises:
-        UserError: no change fits; the line says how much is missing.
+        UserError: no change fits; the message says how much memory is missing.
     """
     try:
         plan = make_plan(config, topology)
@@ -76,7 +76,7 @@ def plan_or_nearest(config: ConfigDict, topology: Topology) -> tuple[Plan, tuple
 
 
 def _smaller(config: ConfigDict) -> list[dict[str, int | str]]:
-    """Changes that need less memory, the cheapest first; each includes those before it."""
+    """Changes that need less memory, cheapest first; each includes the previous ones."""
     changes: list[dict[str, int | str]] = []
     together: dict[str, int | str] = {}
     for name, value in _steps(config):

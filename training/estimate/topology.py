@@ -1,11 +1,11 @@
-"""TPU generations: their names, sizes and speeds, as the estimates assume them.
+"""TPU generations: their names, sizes and speeds, as assumed by the estimates.
 
 HBM sizes and bandwidths are those of `jax._src.tpu_info` (JAX 0.12), FLOP/s the published peaks.
-`clock` is the rate of bundles at which the compiler's own program for a product of two bfloat16
-matrices of 8192 x 8192 reaches the published peak; a Pallas kernel needs `kernel_stalls` times as
-long a bundle, which is calibrated on tpu7x (docs/measurements.md). Link bandwidths are published
-totals over the number of links, one direction. `make tpu-check` measures these speeds
-(factors.py).
+`clock` is the bundle rate at which the compiler's own program for a product of two bfloat16
+matrices of 8192 x 8192 reaches the published peak. A bundle of a Pallas kernel takes
+`kernel_stalls` times as long, a factor calibrated on tpu7x (docs/measurements.md). Link bandwidths
+are published totals divided by the number of links, in one direction. `make tpu-check` measures
+these speeds (factors.py).
 """
 
 import math
@@ -16,15 +16,15 @@ from errors import UserError
 
 
 class TopologyError(UserError):
-    """The name of a topology that cannot be used: one line."""
+    """A topology name cannot be used; one line."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One TPU generation. All figures are those of a JAX device.
+    """One TPU generation. All figures are per JAX device.
 
-    name: as in --plan. compiler_name: libtpu's. dimensions: of the torus, chips. devices_a_chip:
-    two where each core is a device. cores: TensorCores of a device. hbm_bytes: capacity.
+    name: as in --plan. compiler_name: libtpu's. dimensions: of the torus of chips. devices_a_chip:
+    two if each core is a device. cores: TensorCores of a device. hbm_bytes: capacity.
     kernel_stalls: see above. hop_seconds: a message's latency from a device to its neighbour.
     measured: where and when the speeds were measured; "" for the built-in ones.
     """
@@ -62,7 +62,7 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """As libtpu's compiler takes it."""
+        """The name that libtpu's compiler takes."""
         return f"{self.generation.compiler_name}:{'x'.join(map(str, self.chips))}"
 
     @property

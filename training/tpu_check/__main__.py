@@ -43,7 +43,7 @@ ALWAYS = ("clock", "kernel_stalls", "hbm_bytes_a_second")  # speeds that every m
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags; their texts are the documentation."""
+    """Returns the parser; the help texts document the flags."""
     parser = entry.parser(__doc__)
     add = parser.add_argument
     how = parser.add_mutually_exclusive_group()
@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(flags: argparse.Namespace) -> None:
-    """Runs the checks; ends the process with code 1 where one did not pass."""
+    """Runs the checks; ends the process with code 1 if one did not pass."""
     names = names_of(flags.only)
     if flags.list:
         print("\n".join(names))
@@ -115,7 +115,7 @@ def names_of(pattern: str) -> list[str]:
 
 
 def mode_of(flags: argparse.Namespace) -> Mode:
-    """What the flags ask for.
+    """The mode that the flags request.
 
     Raises:
         UserError: an unknown topology, no devices, or no TPU here.
@@ -158,7 +158,7 @@ def environment_of(mode: Mode, dump: str) -> dict[str, str]:
 
 
 class Speeds:
-    """Collects measured speeds and writes them to the file of factors as soon as all are there."""
+    """Collects measured speeds and writes the file of factors as soon as all are measured."""
 
     def __init__(self, option: str, driver: Driver):
         self._path = factors.chosen_for_writing(option)
@@ -167,7 +167,7 @@ class Speeds:
         self.text = ""
 
     def add(self, found: dict[str, float]) -> None:
-        """More speeds; the file is written again with every one, once it can be."""
+        """Adds speeds; once the file can be written, it is rewritten with each addition."""
         self._found |= found
         if not found or self._path is None:
             return

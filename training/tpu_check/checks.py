@@ -10,7 +10,7 @@ from training.tpu_check.site import NEEDED, Layout, Program, Site
 
 
 class Check(NamedTuple):
-    """programs: compiles, in every mode. judge: runs and compares. devices: the fewest it needs."""
+    """programs: compiles, in every mode. judge: runs and compares. devices: least number needed."""
 
     name: str
     devices: int
@@ -77,4 +77,4 @@ CHECKS = (
     LARGE,
 )
 BY_NAME = {check.name: check for check in CHECKS}
-FRESH = {LARGE.name}  # in a new process: the devices' peak is of all that a process has done
+FRESH = {LARGE.name}  # run in a new process, because peak memory covers a process's whole life

@@ -1,4 +1,4 @@
-"""Runs checks in a worker process, one after another, so that one that crashes or hangs ends alone.
+"""Runs checks one by one in a worker process, so that a crash or hang ends only that check.
 
 Only the worker touches devices: a TPU belongs to one process at a time.
 """
@@ -26,14 +26,14 @@ EVERY = 20.0  # seconds between lines about a check that takes long
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Seconds a worker may take to start, and a check to end."""
+    """Maximum seconds for a worker to start, and for a check to finish."""
 
     start: float
     check: float
 
 
 class Gone(Exception):
-    """The worker ended, or was ended, without an answer; the text says how."""
+    """The worker ended, or was terminated, without an answer; the text says how."""
 
 
 class Worker:
@@ -97,7 +97,7 @@ class Worker:
         return f": {lines[-1][:200]}" if lines else ""
 
     def close(self) -> None:
-        """Ends the process and those it started, by force where it does not listen."""
+        """Ends the process and its children, by force if necessary."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
         try:
@@ -114,7 +114,7 @@ def _ending(code: int | None) -> str:
 
 
 class Driver:
-    """Starts workers as they are needed. start: makes one."""
+    """Starts workers as needed. start: creates one."""
 
     def __init__(self, start: Callable[[], Worker], limits: Limits, say: Callable[[str], None]):
         self._start, self._limits, self._say = start, limits, say
@@ -142,7 +142,7 @@ class Driver:
             self._worker = None
 
     def run(self, name: str, fresh: bool = False) -> Outcome:
-        """One check; a worker that has gone is replaced. fresh: in a new process."""
+        """Runs one check; replaces a worker that has died. fresh: use a new process."""
         try:
             if fresh or self._worker is None:
                 self.open()
@@ -157,7 +157,7 @@ class Driver:
 def run_all(
     driver: Driver, names: Sequence[str], fresh: set[str], report: Callable[[Row], None]
 ) -> tuple[list[Row], bool]:
-    """Rows of all checks, each reported as it ends; and whether Ctrl-C ended them early."""
+    """Rows of all checks, each reported when it ends, and whether Ctrl-C ended them early."""
     rows: list[Row] = []
     try:
         for name in names:

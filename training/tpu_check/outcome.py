@@ -1,4 +1,4 @@
-"""What a check found, as one record that processes exchange as JSON. Imports no JAX."""
+"""The result of a check, as a record that processes exchange as JSON. Does not import JAX."""
 
 import dataclasses
 import enum
@@ -6,7 +6,7 @@ import json
 
 
 class Status(enum.StrEnum):
-    """How a check ended. FAILED: a bound was broken; ERROR: it did not get that far."""
+    """How a check ended. FAILED: a bound was exceeded; ERROR: it could not be compared."""
 
     OK = "ok"
     FAILED = "FAILED"
@@ -20,7 +20,7 @@ GOOD = (Status.OK, Status.SKIPPED)
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a check found: `detail` in one line, and figures by name for others to use.
+    """The result of a check: `detail` in one line, and figures by name for others to use.
 
     speeds: measured fields of `training.estimate.factors.Factors`, by name.
     """
@@ -39,14 +39,14 @@ class Outcome:
 
     @classmethod
     def from_json(cls, text: str) -> "Outcome":
-        """Raises ValueError, KeyError or TypeError where the text is something else."""
+        """Raises ValueError, KeyError or TypeError if the text is something else."""
         record = json.loads(text)
         return cls(Status(record["status"]), str(record["detail"]), dict(record["speeds"]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a worker runs on. error: why it cannot, else ""."""
+    """The machine on which a worker runs. error: why it cannot run, else ""."""
 
     device_kind: str = ""
     devices: int = 0
@@ -59,7 +59,7 @@ class Machine:
 
     @classmethod
     def from_json(cls, text: str) -> "Machine":
-        """Raises ValueError or TypeError where the text is something else."""
+        """Raises ValueError or TypeError if the text is something else."""
         return cls(**json.loads(text))
 
 

@@ -26,7 +26,7 @@ from training.estimate.topology import Generation
 
 
 class Mode(enum.StrEnum):
-    """See the module."""
+    """See the module docstring."""
 
     DEVICE = "device"
     INTERPRET = "interpret"
@@ -65,8 +65,8 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """Devices to check. generation: None in INTERPRET. dump: folder that the compiler writes
-    schedules to. factors: file of measured speeds, which need not exist."""
+    """Devices to check. generation: None in INTERPRET. dump: folder to which the compiler writes
+    schedules. factors: file of measured speeds, which need not exist."""
 
     mode: Mode
     devices: tuple[jax.Device, ...]
@@ -79,7 +79,7 @@ class Site:
         return self.mode is Mode.INTERPRET
 
     def mesh(self, layout: Layout) -> Mesh:
-        """Its axis "context" divides tokens; the other one, "data", repeats the work."""
+        """A mesh whose axis "context" splits tokens; the other axis, "data", repeats the work."""
         half = len(self.devices) // 2
         devices = np.array(self.devices, object)
         if layout is Layout.ONE:
@@ -91,7 +91,7 @@ class Site:
         return Mesh(devices[: 2 * half].reshape(half, 2), ("context", "data"))
 
     def place(self, mesh: Mesh, tree: Tree, spec: PartitionSpec) -> Tree:
-        """Host arrays on the mesh, all divided alike; in COMPILE their shapes."""
+        """Host arrays on the mesh, all with the same sharding; in COMPILE their shapes."""
         sharding = NamedSharding(mesh, spec)
 
         def one(x):
@@ -102,7 +102,7 @@ class Site:
         return jax.tree.map(one, tree)
 
     def normal(self, mesh: Mesh, shape: tuple[int, ...], dtype: str, spec: PartitionSpec) -> Any:
-        """Random numbers made on the mesh; in COMPILE their shape."""
+        """Random numbers generated on the mesh; in COMPILE their shape."""
         sharding = NamedSharding(mesh, spec)
         if self.mode is Mode.COMPILE:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -120,7 +120,7 @@ class Site:
         return Program(compiled, arguments, self._schedule())
 
     def _schedule(self) -> bundles.Schedule:
-        """Bundles of what was compiled since the last call, whose files move to another folder."""
+        """Bundles of programs compiled since the last call; moves their files to another folder."""
         new = sorted(self.dump.glob("*-final_bundles.txt"))
         folder = self.dump / f"program-{len(list(self.dump.glob('program-*')))}"
         folder.mkdir(parents=True)
@@ -135,7 +135,7 @@ class Site:
 
     @contextlib.contextmanager
     def kernels(self) -> Iterator[None]:
-        """Around compilation and calls: in INTERPRET, Pallas kernels are interpreted.
+        """A context for compilation and calls: in INTERPRET, Pallas kernels are interpreted.
 
         Raises:
             RuntimeError: the interpreter found a race.
@@ -143,7 +143,7 @@ class Site:
         if self.mode is not Mode.INTERPRET:
             yield
             return
-        # Private: where the interpreter notes that a race was found has no public name.
+        # Private: there is no public API for the interpreter's record of races.
         from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
         params = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
@@ -154,7 +154,7 @@ class Site:
             raise RuntimeError("the interpreter found a race between devices")
 
     def seconds(self, program: Program) -> float:
-        """Seconds a call, of calls that follow each other without waiting: the least of five."""
+        """Seconds per call, for calls dispatched without waiting in between: minimum of five."""
         calls = 1 if self.small else 20
         times = []
         for _ in range(2 if self.small else 5):
@@ -167,7 +167,7 @@ class Site:
         return min(times)
 
     def latency(self, program: Program) -> float:
-        """Median seconds of a call that is waited for."""
+        """Median seconds of a call including the wait for its result."""
         times = []
         for _ in range(2 if self.small else 20):
             start = time.perf_counter()

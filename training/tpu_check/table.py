@@ -8,7 +8,7 @@ from training.tpu_check.outcome import GOOD, Machine, Outcome, Status
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One check and what it found. seconds: with compilation."""
+    """One check and its result. seconds: including compilation."""
 
     name: str
     outcome: Outcome
@@ -16,7 +16,7 @@ class Row:
 
 
 def table(machine: Machine, rows: list[Row], how: str, date: str, factors: str) -> str:
-    """Markdown; factors: what became of the measured speeds."""
+    """The results as Markdown; factors: a sentence about the measured speeds."""
     bad = [row for row in rows if row.outcome.status not in GOOD]
     done = sum(row.outcome.status is Status.OK for row in rows)
     total = sum(row.seconds for row in rows)
@@ -38,5 +38,5 @@ def _status(status: Status) -> str:
 
 
 def exit_code(rows: list[Row]) -> int:
-    """0 if every check passed or was skipped for want of devices, else 1."""
+    """0 if every check passed or was skipped for lack of devices, else 1."""
     return int(any(row.outcome.status not in GOOD for row in rows))

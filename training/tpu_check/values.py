@@ -22,14 +22,14 @@ from training.tpu_check.outcome import Outcome
 from training.tpu_check.site import Layout, Program, Site
 
 KERNELS = "mosaic_tpu"  # runs or raises: a check never falls back to another form
-REPEATS = 10  # calls that must give the same bits: a race between devices would show
+REPEATS = 10  # calls whose results must be bit-identical, which a race between devices would break
 TOKENS, WHOLE = P(None, None, "context"), P()
 
 
 def worst(errors: dict[str, float], limits: dict[str, float]) -> tuple[bool, str]:
-    """Whether all errors are within their limits, and the output's and the largest ones in words.
+    """Whether all errors are within their limits, and a text with the output's and the largest.
 
-    An error that is not a number is not within any limit.
+    NaN is not within any limit.
     """
     share = {name: errors[name] / limits[name] for name in errors}
     share = {name: math.inf if math.isnan(x) else x for name, x in share.items()}
@@ -41,8 +41,8 @@ def worst(errors: dict[str, float], limits: dict[str, float]) -> tuple[bool, str
 
 
 def packed_ids(rows: int, length: int) -> np.ndarray:
-    """[B, T] int32: pieces of one token to a sixth of the row. Every fourth one is padding, between
-    two segments or inside one."""
+    """[B, T] int32: pieces of one token to a sixth of the row. Every fourth piece is padding,
+    between two segments or inside one."""
     random = np.random.default_rng(length)
     ids = np.zeros((rows, length), np.int32)
     for row in ids:
@@ -86,7 +86,7 @@ def kda_case(name: str, ranks: int, small: bool) -> kda_cases.Case:
 
 
 def kda_programs(name: str, layout: Layout, site: Site) -> list[Program]:
-    """Value and gradients of a case, its tokens divided over the context axis."""
+    """Values and gradients of a case, with tokens split over the context axis."""
     mesh = site.mesh(layout)
     case = kda_case(name, mesh.shape["context"], site.small)
     call = kda_cases.call_of(
@@ -108,7 +108,7 @@ def _kda_oracle(name: str, ranks: int, small: bool) -> kda_cases.Result:
 
 
 def judge_kda(name: str, layout: Layout, site: Site, programs: list[Program]) -> Outcome:
-    """Against the float64 recurrence; on a TPU, calls must repeat their bits."""
+    """Compares with the float64 recurrence; on a TPU, repeated calls must be bit-identical."""
     found = kda_cases.numbers(*site.run(programs[0]))
     reference = _kda_oracle(name, site.mesh(layout).shape["context"], site.small)
     bounds = KDA_BOUNDS_FLOAT32 if name == "float32" else KDA_BOUNDS_BFLOAT16
@@ -118,23 +118,23 @@ def judge_kda(name: str, layout: Layout, site: Site, programs: list[Program]) ->
 
 
 def _repeated(site: Site, program: Program, passed: bool, text: str) -> Outcome:
-    """The outcome, failed where further calls give other bits."""
-    if site.small:  # the interpreter looks for races itself
+    """The outcome, FAILED if further calls give other bits."""
+    if site.small:  # the interpreter detects races itself
         return Outcome.of(passed, text)
     first = jax.tree.map(np.asarray, site.run(program))
     for _ in range(REPEATS - 1):
         again = jax.tree.map(np.asarray, site.run(program))
         same = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), first, again)
         if not all(jax.tree.leaves(same)):
-            return Outcome.of(False, f"{text}; equal calls give different bits")
-    return Outcome.of(passed, f"{text}; {REPEATS} calls of equal bits")
+            return Outcome.of(False, f"{text}; repeated calls give different bits")
+    return Outcome.of(passed, f"{text}; {REPEATS} bit-identical calls")
 
 
 # --- the short convolution -----------------------------------------------------------------------
 
 
 def conv_case(ranks: int, small: bool):
-    """(ids, x, weight, tail, cotangents), in bfloat16 but for the weight."""
+    """(ids, x, weight, tail, cotangents), in bfloat16 except the weight."""
     rows, tokens, channels = (1, 32, 128) if small else (2, 256, 512)
     ids = packed_ids(rows, ranks * tokens)
     x, weight, tail, cotangents = conv_cases.example(ids, channels=channels)
@@ -143,7 +143,7 @@ def conv_case(ranks: int, small: bool):
 
 
 def conv_programs(layout: Layout, site: Site) -> list[Program]:
-    """Value and gradients of a convolution of four taps."""
+    """Values and gradients of a convolution with four taps."""
     mesh = site.mesh(layout)
     ids, x, weight, tail, (d_y, d_tail) = conv_case(mesh.shape["context"], site.small)
     tokens = P(None, "context")
@@ -159,7 +159,7 @@ def conv_programs(layout: Layout, site: Site) -> list[Program]:
 
 
 def judge_conv(layout: Layout, site: Site, programs: list[Program]) -> Outcome:
-    """Against float64 sums over taps."""
+    """Compares with float64 sums over taps."""
     ids, x, weight, tail, cotangents = conv_case(site.mesh(layout).shape["context"], site.small)
     wanted = conv_cases.oracle(x, weight, tail, ids, "silu", cotangents)
     names = (("out", "tail"), ("d_x", "d_weight", "d_tail"))
@@ -176,14 +176,14 @@ def judge_conv(layout: Layout, site: Site, programs: list[Program]) -> Outcome:
 
 
 def attention_case(ranks: int, small: bool) -> attention_cases.Case:
-    """Grouped keys, segments, and keys carried from the row before."""
+    """Grouped keys, segments, and keys carried from the previous row."""
     heads, size, tokens, memory = ((2, 1), 64, 128, 64) if small else ((4, 2), 128, 512, 256)
     ids = packed_ids(1 if small else 2, ranks * tokens)
     return attention_cases.Case(tuple(ids), heads, size, ranks * memory)
 
 
 def attention_programs(layout: Layout, site: Site) -> list[Program]:
-    """Value and gradients, keys carried."""
+    """Values and gradients, with carried keys."""
     mesh = site.mesh(layout)
     case = attention_case(mesh.shape["context"], site.small)
     arrays, valid = attention_cases.make_inputs(case, "bfloat16")
@@ -193,7 +193,7 @@ def attention_programs(layout: Layout, site: Site) -> list[Program]:
 
 
 def judge_attention(layout: Layout, site: Site, programs: list[Program]) -> Outcome:
-    """Against the whole matrix of scores in float64."""
+    """Compares with the full score matrix in float64."""
     case = attention_case(site.mesh(layout).shape["context"], site.small)
     out, gradients, _ = site.run(programs[0])
     exact, exact_gradients = attention_cases.oracle(case)

@@ -2,7 +2,7 @@
 
     python -m training.tpu_check.worker MODE TOPOLOGY DEVICES DUMP FACTORS
 
-Started by driver.py, which ends it where a check crashes or hangs.
+Started by driver.py, which ends it if a check crashes or hangs.
 """
 
 import importlib.metadata
@@ -14,11 +14,11 @@ from typing import Any
 
 from training.tpu_check.outcome import Machine, Outcome, Status, first_line
 
-MARK = "tpu-check:"  # before every line of ours: libraries write to stdout as well
+MARK = "tpu-check:"  # prefix of our lines: libraries write to stdout as well
 
 
 def main(mode: str, topology: str, devices: str, dump: str, factors: str) -> None:
-    """Says what it runs on, then runs what it is asked."""
+    """Reports its machine, then runs the requested checks."""
     try:
         site, machine = open_site(mode, topology, int(devices), pathlib.Path(dump), factors)
     except Exception as error:  # the driver reports it
@@ -34,7 +34,7 @@ def reply(text: str) -> None:
 
 
 def run(name: str, site) -> Outcome:
-    """One check; whatever it raises is its outcome."""
+    """Runs one check; an exception is its outcome."""
     from training.tpu_check.checks import BY_NAME
     from training.tpu_check.site import Mode
 
@@ -54,7 +54,7 @@ def run(name: str, site) -> Outcome:
 
 
 def compiled(programs) -> Outcome:
-    """What the compiler says of a check's programs."""
+    """The compiler's figures for a check's programs."""
     peak = max(p.compiled.memory_analysis().peak_memory_in_bytes for p in programs)
     bundles = sum(program.schedule.total for program in programs)
     return Outcome.of(bundles > 0, f"compiles: peak {peak / 1e6:,.1f} MB, {bundles:,} bundles")
