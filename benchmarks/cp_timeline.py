@@ -4,14 +4,9 @@
     python -m benchmarks.cp_timeline --heads 16 --tokens 2048 --pattern kda
     python -m benchmarks.cp_timeline --generation v6e
 
-<<<<<<< HEAD
-Each row of the table is a decoder of 24 layers and heads of 128, compiled with one row a step, with
-`heads` heads and `tokens` tokens on a rank, for context axes of 4, 16 and 64: the ranks decide how
+Each row of the table is a decoder of 24 layers and heads of 128, compiled with one row per step,
+with `heads` heads and `tokens` tokens per rank, for context axes of 4, 16 and 64: the ranks decide how
 far ahead matrices are gathered (model/ahead.py). The timeline
-=======
-Each row of the table is a decoder of 24 layers and heads of 128, compiled with one row per step for
-a context axis of 4, with `heads` heads and `tokens` tokens per rank. The timeline
->>>>>>> main
 (training/estimate/timeline.py) runs the compiled program's instructions on P ranks: bundles and
 loops of the kernels, and the collectives over context where the compiler scheduled them, each with
 its start and end. A figure is the efficiency of a step: a rank's own work divided by the time until
@@ -23,17 +18,11 @@ Assumptions, and what would confirm each on hardware:
     a bundle takes the same time on every rank          step times of a profile, rank by rank
     a kernel's bundle takes 1.85 times an XLA one's     bundles against time, one call at P = 1
     messages take bytes / link bandwidth and 1 us       one call at P = 2 and 4 against P = 1
-<<<<<<< HEAD
     a permute waits for two neighbours, see timeline    a profile with one rank slowed down
     a collective ends when all ranks have begun it, and the same; the compiled programs hold no wait
       its start waits for none (SparseCores)            at the start
     2, 4 and 8 ranks run the program compiled for 4,    compilation for P (memory, not the order)
       256 that for 64
-=======
-    a permute waits only for the sending neighbour      a profile with one rank slowed down
-    a collective ends when all ranks have started it    the same
-    P ranks run the program compiled for 4              compilation for P (memory, not the order)
->>>>>>> main
 """
 
 import argparse
@@ -82,11 +71,7 @@ TABLE = [
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-<<<<<<< HEAD
     """A step: heads and tokens on a rank, the pattern of its layers, and the TPU generation."""
-=======
-    """One compiled step: heads and tokens per rank, and the pattern of 24 layers."""
->>>>>>> main
 
     heads: int
     tokens: int
@@ -187,16 +172,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-<<<<<<< HEAD
     parser.add_argument("--generation", default="tpu7x", choices=SLICES)
     parser.add_argument("--ranks", type=int, nargs="+", default=list(COLUMNS), choices=COLUMNS)
-    parser.add_argument("--heads", type=int, help="of a rank; one row instead of the table")
-    parser.add_argument("--tokens", type=int, default=2048, help="of a rank")
-=======
-    parser.add_argument("--topology", default="tpu7x:2x2x1")
     parser.add_argument("--heads", type=int, help="per rank; prints one row instead of the table")
     parser.add_argument("--tokens", type=int, default=2048, help="per rank (default 2048)")
->>>>>>> main
     parser.add_argument("--pattern", default=PURE)
     parser.add_argument("--layers", type=int, default=24)
     args = parser.parse_args()

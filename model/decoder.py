@@ -19,6 +19,7 @@ from model.axes import CONTEXT, EXPERT, FSDP, TENSOR, TOKEN_SPEC, Arrays, Specs,
 from model.config import ModelConfig
 from model.ffn.protocol import FeedForward
 from model.ffn.registry import feed_forwards_of
+from model.gathered import finish_with
 from model.layer_loop import Layer, run_layers, run_layers_recomputed
 from model.layers import constrain, rms_norm, rms_norm_by_copies
 from model.mixers.protocol import Metrics, Mixer, RowPlan
@@ -217,9 +218,9 @@ def _layer(cfg: ModelConfig, mixer: Mixer, ffn: FeedForward, specs: Specs, mesh:
         params = use_matrices(params, specs, cfg, mesh)
         x = rms_norm_by_copies(hidden, params["mixer_norm"], cfg.norm_eps, mesh)
         x, ends, entry, metrics = mixer.forward(params["mixer"], cfg, x, plan, carry, entry, mesh)
-        hidden = hidden + x
+        ffn_params, hidden = finish_with(params["ffn"], hidden + x)
         x = rms_norm_by_copies(hidden, params["ffn_norm"], cfg.norm_eps, mesh)
-        x, reported = ffn.forward(params["ffn"], cfg, x, plan, mesh)
+        x, reported = ffn.forward(ffn_params, cfg, x, plan, mesh)
         return constrain(hidden + x, mesh, TOKEN_SPEC), ends, entry, metrics | reported
 
     return layer

@@ -13,13 +13,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from kernels.vma import vary
-from model.axes import TOKENS, ParamSpec
+from model.axes import TOKENS, ParamSpec, Tree
 
 
 @functools.partial(
@@ -113,6 +114,36 @@ def _use_backward(spec, dtype, mesh, _, gradient: Gathered):
 
 
 use.defvjp(_use_forward, _use_backward)
+
+
+def finish_with(params: Tree, x: jax.Array) -> tuple[Tree, jax.Array]:
+    """Both unchanged. In the backward, the shares of the parameters' gradients are computed before
+    the gradient of x is used: else the compiler computes them last, and their sums over ranks begin
+    when little work is left to hide them."""
+
+    def is_gathered(x: Any) -> bool:
+        return isinstance(x, Gathered)
+
+    leaves, structure = jax.tree.flatten(params, is_leaf=is_gathered)
+    given = [leaf.shares for leaf in leaves if is_gathered(leaf)]
+    shares, x = _finish_with(given, x)
+    now = iter(shares)
+    leaves = [
+        dataclasses.replace(leaf, shares=next(now)) if is_gathered(leaf) else leaf
+        for leaf in leaves
+    ]
+    return jax.tree.unflatten(structure, leaves), x
+
+
+@jax.custom_vjp
+def _finish_with(shares, x):
+    return shares, x
+
+
+_finish_with.defvjp(
+    lambda shares, x: ((shares, x), None),
+    lambda _, gradients: jax.lax.optimization_barrier(gradients),
+)
 
 
 def _of_ranks(spec: ParamSpec) -> PartitionSpec:
