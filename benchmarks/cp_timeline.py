@@ -5,8 +5,8 @@
     python -m benchmarks.cp_timeline --generation v6e
 
 Each row of the table is a decoder of 24 layers and heads of 128, compiled with one row per step,
-with `heads` heads and `tokens` tokens per rank, for context axes of 4, 16 and 64: the ranks decide how
-far ahead matrices are gathered (model/ahead.py). The timeline
+with `heads` heads and `tokens` tokens per rank, for context axes of 4, 16 and 64: the ranks decide
+how far ahead matrices are gathered (model/ahead.py). The timeline
 (training/estimate/timeline.py) runs the compiled program's instructions on P ranks: bundles and
 loops of the kernels, and the collectives over context where the compiler scheduled them, each with
 its start and end. A figure is the efficiency of a step: a rank's own work divided by the time until

@@ -61,8 +61,9 @@ class Ahead:
 
     def gather(self, matrices: Tree) -> Tree:
         """Matrices at rest -> copies."""
-        dtype, mesh = self.cfg.compute_dtype, self.mesh
-        return self._map(lambda spec, x: gathered.gather(x, spec, dtype, mesh), matrices)
+        leaves, structure = jax.tree.flatten(matrices)
+        copies = gathered.gather(leaves, self._of_matrices(), self.cfg.compute_dtype, self.mesh)
+        return jax.tree.unflatten(structure, copies)
 
     def join(self, copies: Tree, others: Tree) -> Tree:
         """Parameters as layers take them."""
@@ -91,7 +92,13 @@ class Ahead:
 
     def reduce(self, shares: Tree) -> Tree:
         """Shares -> gradients at rest."""
-        return self._map(lambda spec, x: gathered.reduce(x, spec, self.mesh), shares)
+        leaves, structure = jax.tree.flatten(shares)
+        return jax.tree.unflatten(
+            structure, gathered.reduce(leaves, self._of_matrices(), self.mesh)
+        )
+
+    def _of_matrices(self) -> list[ParamSpec]:
+        return jax.tree.leaves(self._map(lambda spec, _: spec, self.specs))
 
     def _map(self, function: Callable[[ParamSpec, Any], Any], tree: Tree) -> Tree:
         return jax.tree.map(

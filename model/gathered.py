@@ -9,10 +9,12 @@ layer late.
 Axes: I input, O output of a matrix; ranks are those of `TOKENS`.
 """
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from kernels.vma import vary
-from model.axes import TOKENS, ParamSpec, Tree
+from model.axes import TENSOR, TOKENS, ParamSpec, Tree
 
 
 @functools.partial(
@@ -50,40 +52,54 @@ def takes(spec: ParamSpec) -> bool:
     return spec.is_matrix and spec.cast and len(spec.axes) == 2
 
 
-def gather(param: jax.Array, spec: ParamSpec, dtype: str, mesh: Mesh) -> jax.Array:
-    """[I, O] float32 at rest -> copies [ranks, I, O]; not differentiable, see `use`."""
+def gather(
+    params: Sequence[jax.Array], specs: Sequence[ParamSpec], dtype: str, mesh: Mesh
+) -> list[jax.Array]:
+    """Matrices [I, O] float32 at rest -> copies [ranks, I, O]; not differentiable, see `use`.
 
-    def on_rank(param: jax.Array) -> jax.Array:
-        for dimension, axes in _exchanges(spec, mesh):
-            param = jax.lax.all_gather(param, axes, axis=dimension, tiled=True)
-        return vary(param, TOKENS)[None]
+    Those that are gathered along the same dimension travel in one message.
+    """
+    if not params:
+        return []
 
-    # Rounded first, which changes nothing: XLA would otherwise cast the matrices of all layers
-    # before the loop over layers, and hold both copies throughout.
-    kind = jnp.finfo(dtype)
-    param = jax.lax.reduce_precision(param, kind.nexp, kind.nmant).astype(dtype)
-    island = jax.shard_map(
-        on_rank, mesh=mesh, in_specs=spec.partition(mesh), out_specs=_of_ranks(spec)
-    )
-    return island(param)
+    def cast(param: jax.Array) -> jax.Array:
+        # Rounded first, which changes nothing: XLA would otherwise cast the matrices of all layers
+        # before the loop over layers, and hold both copies throughout.
+        kind = jnp.finfo(dtype)
+        return jax.lax.reduce_precision(param, kind.nexp, kind.nmant).astype(dtype)
 
-
-def reduce(shares: jax.Array, spec: ParamSpec, mesh: Mesh) -> jax.Array:
-    """Shares [ranks, I, O] float32 -> their sum [I, O], divided as the matrix is at rest."""
-
-    def on_rank(shares: jax.Array) -> jax.Array:
-        total = shares[0]
-        scattered = set()
-        for dimension, axes in _exchanges(spec, mesh):
-            total = jax.lax.psum_scatter(total, axes, scatter_dimension=dimension, tiled=True)
-            scattered |= {*axes}
-        others = tuple(axis for axis in TOKENS if axis not in scattered)
-        return jax.lax.psum(total, others) if others else total
+    def on_rank(params: list[jax.Array]) -> list[jax.Array]:
+        whole = _exchanged(params, specs, mesh, _all_gather)
+        return [vary(x, TOKENS)[None] for x in whole]
 
     island = jax.shard_map(
-        on_rank, mesh=mesh, in_specs=_of_ranks(spec), out_specs=spec.partition(mesh)
+        on_rank,
+        mesh=mesh,
+        in_specs=([spec.partition(mesh) for spec in specs],),
+        out_specs=[_of_ranks(spec) for spec in specs],
     )
-    return island(shares)
+    return island([cast(param) for param in params])
+
+
+def reduce(shares: Sequence[jax.Array], specs: Sequence[ParamSpec], mesh: Mesh) -> list[jax.Array]:
+    """Shares [ranks, I, O] float32 -> their sums [I, O], divided as the matrices are at rest.
+
+    Those that are divided along the same dimension travel in one message.
+    """
+    if not shares:
+        return []
+
+    def on_rank(shares: list[jax.Array]) -> list[jax.Array]:
+        sums = _exchanged([x[0] for x in shares], specs, mesh, _reduce_scatter)
+        return [_over_other_axes(x, spec, mesh) for x, spec in zip(sums, specs, strict=True)]
+
+    island = jax.shard_map(
+        on_rank,
+        mesh=mesh,
+        in_specs=([_of_ranks(spec) for spec in specs],),
+        out_specs=[spec.partition(mesh) for spec in specs],
+    )
+    return island(list(shares))
 
 
 def hold(copies: jax.Array, spec: ParamSpec, mesh: Mesh) -> Gathered:
@@ -101,8 +117,8 @@ def no_shares(spec: ParamSpec, mesh: Mesh) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def use(param: jax.Array, spec: ParamSpec, dtype: str, mesh: Mesh) -> Gathered:
-    """`gather` and `hold`; the gradient is reduced where it arises."""
-    return hold(gather(param, spec, dtype, mesh), spec, mesh)
+    """`gather` and `hold` of one matrix; its gradient is reduced where it arises."""
+    return hold(gather([param], [spec], dtype, mesh)[0], spec, mesh)
 
 
 def _use_forward(param, spec, dtype, mesh):
@@ -110,7 +126,7 @@ def _use_forward(param, spec, dtype, mesh):
 
 
 def _use_backward(spec, dtype, mesh, _, gradient: Gathered):
-    return (reduce(gradient.shares, spec, mesh),)
+    return tuple(reduce([gradient.shares], [spec], mesh))
 
 
 use.defvjp(_use_forward, _use_backward)
@@ -148,6 +164,47 @@ _finish_with.defvjp(
 
 def _of_ranks(spec: ParamSpec) -> PartitionSpec:
     return PartitionSpec(TOKENS, *spec.use_partition)
+
+
+def _exchanged(
+    pieces: list[jax.Array],
+    specs: Sequence[ParamSpec],
+    mesh: Mesh,
+    exchange: Callable[[jax.Array, int, tuple[str, ...]], jax.Array],
+) -> list[jax.Array]:
+    """Each piece after its exchanges; pieces with one and the same exchange are joined for it."""
+    groups = collections.defaultdict(list)
+    for number, spec in enumerate(specs):
+        groups[tuple(_exchanges(spec, mesh)), TENSOR in spec.use_partition].append(number)
+    found = list(pieces)
+    for (exchanges, _), numbers in groups.items():
+        if len(exchanges) == 1:
+            ((dimension, axes),) = exchanges
+            joined = jnp.concatenate([pieces[n] for n in numbers], axis=1 - dimension)
+            ends = itertools.accumulate(pieces[n].shape[1 - dimension] for n in numbers)
+            parts = jnp.split(exchange(joined, dimension, axes), list(ends)[:-1], 1 - dimension)
+            for number, part in zip(numbers, parts, strict=True):
+                found[number] = part
+            continue
+        for number in numbers:
+            for dimension, axes in exchanges:
+                found[number] = exchange(found[number], dimension, axes)
+    return found
+
+
+def _all_gather(x: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
+    return jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
+
+
+def _reduce_scatter(x: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+
+
+def _over_other_axes(total: jax.Array, spec: ParamSpec, mesh: Mesh) -> jax.Array:
+    """The sum over the token ranks' axes that do not divide the matrix at rest."""
+    scattered = {axis for _, axes in _exchanges(spec, mesh) for axis in axes}
+    others = tuple(axis for axis in TOKENS if axis not in scattered)
+    return jax.lax.psum(total, others) if others else total
 
 
 def _exchanges(spec: ParamSpec, mesh: Mesh) -> Iterator[tuple[int, tuple[str, ...]]]:
