@@ -57,7 +57,7 @@ def gather(
 ) -> list[jax.Array]:
     """Matrices [I, O] float32 at rest -> copies [ranks, I, O]; not differentiable, see `use`.
 
-    Those that are gathered along the same dimension travel in one message.
+    Those that are gathered along one dimension of the same size travel in one message.
     """
     if not params:
         return []
@@ -84,7 +84,7 @@ def gather(
 def reduce(shares: Sequence[jax.Array], specs: Sequence[ParamSpec], mesh: Mesh) -> list[jax.Array]:
     """Shares [ranks, I, O] float32 -> their sums [I, O], divided as the matrices are at rest.
 
-    Those that are divided along the same dimension travel in one message.
+    Those that are divided along one dimension of the same size travel in one message.
     """
     if not shares:
         return []
@@ -175,9 +175,11 @@ def _exchanged(
     """Each piece after its exchanges; pieces with one and the same exchange are joined for it."""
     groups = collections.defaultdict(list)
     for number, spec in enumerate(specs):
-        groups[tuple(_exchanges(spec, mesh)), TENSOR in spec.use_partition].append(number)
+        exchanges = tuple(_exchanges(spec, mesh))
+        sizes = tuple(spec.shape[dimension] for dimension, _ in exchanges)
+        groups[exchanges, sizes, TENSOR in spec.use_partition].append(number)
     found = list(pieces)
-    for (exchanges, _), numbers in groups.items():
+    for (exchanges, *_), numbers in groups.items():
         if len(exchanges) == 1:
             ((dimension, axes),) = exchanges
             joined = jnp.concatenate([pieces[n] for n in numbers], axis=1 - dimension)
