@@ -53,7 +53,7 @@ class Trained:
 
     job: object  # training.loop.TrainLoop
     batch: object  # one training batch
-    bits: dict[str, float]  # validation bits a byte by place
+    bits: dict[str, float]  # validation bits per byte by position
     peak_bytes: int | None
     carried_bytes: int
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -117,7 +117,7 @@ class Masked:
 
 
 def evaluate(parts, params, keep) -> float:
-    """Validation bits a byte at the positions that `keep` says."""
+    """Validation bits per byte at the positions for which `keep` is true."""
     from data.loader import make_loader
     from data.options import DataConfig
     from training.evaluate import Evaluator
@@ -154,8 +154,8 @@ def table(trained: list[Trained]) -> list[tuple[str, list[str]]]:
     }
     lines = [(text, [f"{m.bits[place]:.4f}" for m in trained]) for place, text in places.items()]
     lines.append(("bare step, s", [f"{statistics.median(m.seconds):.3f}" for m in trained]))
-    lines.append(("compiled peak, MB a device", [f"{m.peak_bytes / 1e6:.2f}" for m in trained]))
-    lines.append(("carried state, MB in all", [f"{m.carried_bytes / 1e6:.2f}" for m in trained]))
+    lines.append(("compiled peak, MB per device", [f"{m.peak_bytes / 1e6:.2f}" for m in trained]))
+    lines.append(("carried state, total MB", [f"{m.carried_bytes / 1e6:.2f}" for m in trained]))
     return lines
 
 

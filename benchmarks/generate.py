@@ -1,11 +1,11 @@
-"""Generation on CPU: tokens a second and memory after contexts of different lengths.
+"""Generation on CPU: tokens per second and memory after contexts of different lengths.
 
     python -m benchmarks.generate [--contexts 1024 8192 65536] [--tokens 64] [--rows 1]
 
 The main config's sizes (configs/kda_cp4.py), pure KDA and a hybrid of three KDA layers and one MLA
-layer whose attention sees the whole context, with random parameters in float32. Seconds a token are
-the median of all tokens but the first two; bytes are those of the carry, and what the compiled step
-of one token needs beside its parameters (arguments, results and temporaries).
+layer whose attention sees the whole context, with random parameters in float32. Seconds per token
+are the median of all tokens except the first two. Bytes are those of the carry, and what the
+compiled step of one token needs in addition to its parameters (arguments, results, temporaries).
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> None:
         f"{os.getloadavg()[0]:.1f}, {datetime.date.today()}; {flags.rows} rows\n"
     )
     print(
-        "| model | context | prefill tokens/s | decode tokens/s | ms a token | carry MB | step MB |"
+        "| model | context | prefill tokens/s | decode tokens/s | ms/token | carry MB | step MB |"
     )
     print("|---|---|---|---|---|---|---|")
     for name, cfg in MODELS.items():

@@ -2,7 +2,7 @@
 
     python benchmarks/train_step.py [--config.group.option=value ...]
 
-5M parameters, 4 rows x 2048 tokens a step. Bare steps (the compiled step on one batch, again and
+5M parameters, 4 rows x 2048 tokens per step. Bare steps (the compiled step on one batch, again and
 again) and the loop (data, metrics, files, console) take turns, so that a noisy machine is noisy for
 both; figures are medians over the turns. The machine's own matrix-product rate, before and after,
 says what machine it was at that moment.
@@ -111,8 +111,8 @@ def measure(config, workdir: str, signals: Signals) -> list[tuple[str, str]]:
         ("bare compiled step", f"{step:.3f} s"),
         ("step in the loop", f"{loop:.3f} s"),
         ("loop over bare step", f"{statistics.median(w / b for w, b in zip(whole, bare)):.3f}"),
-        ("tokens a second", f"{tokens / loop:,.0f}"),
-        ("waiting for data", f"{statistics.median(waits) * 1e3:.1f} ms a step"),
+        ("tokens per second", f"{tokens / loop:,.0f}"),
+        ("waiting for data", f"{statistics.median(waits) * 1e3:.1f} ms per step"),
         ("model FLOP/s", f"{tokens * job.meter.flops_per_token / loop / 1e9:.0f} GFLOP/s"),
         (
             "matrix product, float32",
@@ -123,7 +123,7 @@ def measure(config, workdir: str, signals: Signals) -> list[tuple[str, str]]:
 
 
 def bare_steps(job, batch):
-    """(state, seconds a step) of the compiled step alone."""
+    """(state, seconds per step) of the compiled step alone."""
     import jax
 
     state = jax.block_until_ready(job.state)

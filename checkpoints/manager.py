@@ -68,7 +68,7 @@ class Manager:
             arrays, which has checksums, and the sizes of the files that the index refers to.
             "digests": every array as well, up to 256 MiB per device at a time.
         owner: names this run in the lease of a folder in a bucket; see Lease.
-        on_whole: called with each step that was restored, or saved and read back.
+        on_whole: called with each step that is restored, or saved and read back.
     """
 
     def __init__(

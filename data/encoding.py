@@ -126,7 +126,7 @@ def check_tokenizer(tokenizer: Tokenizer, specials: list[tuple[str, str]]) -> No
                     _check_repeatable(tokenizer, text)
             except SpelledError as error:
                 raise UserError(
-                    f"{option}={token!r}: text can spell it ({one_line(error)}); try another "
+                    f"{option}={token!r}: text encodes to it ({one_line(error)}); try another "
                     "token, or leave it empty to add an id after the vocabulary"
                 ) from None
         for probe in _PROBES:
@@ -148,8 +148,8 @@ def _check_repeatable(tokenizer: Tokenizer, text: str) -> None:
     first, *others = (tokenizer.encode(text.encode())[0].tolist() for _ in range(4))
     if any(other != first for other in others):
         raise UserError(
-            f"config.data.tokenizer={tokenizer.name!r}: encodes {text!r} in another way each time, "
-            "so a resumed run would not be exact; try it without dropout or sampling"
+            f"config.data.tokenizer={tokenizer.name!r}: encodes {text!r} differently each time, so "
+            "a resumed run would not be exact; try it without dropout or sampling"
         )
 
 

@@ -52,7 +52,7 @@ class Prefetcher[T]:
             return bool(known), error
 
     def _error(self) -> BaseException | None:
-        """What ended the thread, if that is so: always the last of what it made."""
+        """The error that ended the thread, if any; it is always the last item."""
         last = self._made[-1] if self._made else None
         return last if isinstance(last, BaseException) else None
 

@@ -66,8 +66,8 @@ def make_tokenizer(name: str, bos_token: str = "", eos_token: str = "") -> Token
         return ByteTokenizer()
     if not os.path.isfile(name):
         raise UserError(
-            f"config.data.tokenizer={name!r}: no such file (a folder's is usually called "
-            "tokenizer.json or tokenizer.model)"
+            f"config.data.tokenizer={name!r}: no such file (in a model's folder it is usually "
+            "called tokenizer.json or tokenizer.model)"
         )
     if name.endswith(".json"):
         with library_errors(name, "a tokenizer.json that the tokenizers library reads"):

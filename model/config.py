@@ -124,6 +124,13 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
             needed = f"at most config.model.num_experts ({self.num_experts})"
             given = self.experts_per_token
             raise wrong("config.model.experts_per_token", given, needed, self.num_experts)
+        if self.value_heads % self.kda_heads:
+            raise wrong(
+                "config.model.kda_value_heads",
+                self.kda_value_heads,
+                f"0 or a multiple of config.model.kda_heads ({self.kda_heads})",
+                2 * self.kda_heads,
+            )
         most = self.mla_nope_dim + self.mla_rope_dim
         if self.mla_value_dim > most:
             needed = f"at most config.model.mla_nope_dim + config.model.mla_rope_dim ({most})"
@@ -168,6 +175,11 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
             for repeat in range(group.repeats)
             for position in range(group.begin, group.end)
         )
+
+    @property
+    def layer_names(self) -> tuple[tuple[str, str], ...]:
+        """(mixer, feed-forward layer) of every layer, in order."""
+        return tuple((self.mixers[position], self.ffns[position]) for position, _ in self.places)
 
     @property
     def layers(self) -> int:

@@ -154,7 +154,7 @@ class Generator:
         key = jax.eval_shape(lambda: jax.random.key(0))
         arrays = self._params, done, jax.ShapeDtypeStruct((), np.int32), key
         sizes = self._next.lower(*arrays, Sampling()).compile().memory_analysis()
-        assert sizes is not None, "every backend of ours reports memory"
+        assert sizes is not None, "every supported backend reports memory"
         held = sum(x.nbytes for x in jax.tree.leaves(self._params))
         beside = sizes.argument_size_in_bytes - held
         return (

@@ -1,8 +1,8 @@
-"""Rejects wordings that native readers stumble over, in code, comments and documents.
+"""Rejects unidiomatic wordings in code, comments and documents.
 
-    python scripts/wording.py     prints each place and exits with 1 where there is one
+    python scripts/wording.py     prints each occurrence; exits with 1 if there is any
 
-A line that needs such a wording says why: `wording: reason` in a comment on it.
+A line that needs such a wording gives a reason in a comment: `wording: reason`.
 """
 
 import pathlib
@@ -11,8 +11,14 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+_MEASURES = r"[KMGT]i?B|bytes?|bits?|nats|ms|us|ns|seconds?|bundles?|[MGT]?FLOPs?|TFLOP/s|tokens"
+_UNITS = (
+    "token|second|byte|device|step|core|chip|rank|row|layer|chunk|call|process|hop|unit|head|"
+    "piece|group|parameter|bundle|message"
+)
 # Pattern, what to write instead.
 WORDINGS = {
+    rf"(?<!rather )\b({_MEASURES}) an? ({_UNITS})\b": "per: `GB per device`, `tokens per second`",
     r"\b(stands?|stood) (in|on|at|after|beside|behind|with|there|apart|twice)\b": "is, is at",
     r"\blies? (on|after|beside|behind|there|apart)\b": "is, is at",
     r"\bgoes? on (from|with|in|to|at|over|until)\b": "continues",
@@ -20,7 +26,23 @@ WORDINGS = {
     r"\b(is|are|was|were) told\b(?! apart)": "is reported, is signalled",
     r"\bso much is\b": "this is",
     r"\ba \w+ of its own\b": "a separate",
-    r"\bis no (flag|file|folder|python|option|number|tokenizer|json)\b": "is not a",
+    r"\b(is|are) no (flag|file|folder|python|number|tokenizer|json|utf-?8)\b": "is not a",
+    r"\b(None|Raises \w+|\"\"|else \w+) where (there|it|they|the|no|a|one|another)\b": "if",
+    r"\bwhere (there is (none|one)|it is not known)\b": "if there is none, if there is one",
+    r"\b(at most|after|within|once there are|waits?) so many\b": "that many, the parameter's name",
+    r"\banew\b": "again, from the start, to start a new run",
+    r"\bas against\b": "compared with, instead of",
+    r"\bpassed over\b": "skipped",
+    r"\bworked out\b": "computed",
+    r"\bunless (it|they) says? (so|otherwise)\b|\bunless said\b": "unless noted",
+    r"\b(was|were|is|are|be) asked for\b": "requested",
+    r"\bof ours\b": "of this project",
+    r"\btells whether\b": "returns whether",
+    r"\ball the same\b": "nevertheless",
+    r"\b(has|have|had) met\b": "has read, has seen",
+    r"\bhand(s|ed)? \w+ on\b": "passes on",
+    r"\b(tried and lost|dearer)\b": "rejected, more expensive",
+    r"\bbehind the (forward|backward|kernel|step)\b": "after",
     r"\bbehind the (next|last|first)\b": "after",
     r"\bread in all at once\b": "read at the same point by all",
     r"\bwhat came out\b": "the result",

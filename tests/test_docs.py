@@ -47,6 +47,10 @@ def test_links_lead_somewhere_and_lines_are_short(path):
         ("The figure stands in the table.", True),  # wording: an example
         ("training goes on from there", True),  # wording: an example
         ("`--x` is no flag", True),  # wording: an example
+        ("needs 3 GB a device", True),  # wording: an example
+        ("the rest is assigned anew", True),  # wording: an example
+        ("None where there is no such file", True),  # wording: an example
+        ("needs 3 GB per device, None if unknown", False),
         ("It continues from the checkpoint.", False),
         ("a stand goes on sale  # wording: an example", False),
     ],

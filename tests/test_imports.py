@@ -87,7 +87,7 @@ def test_a_room_imports_only_what_the_table_allows(room):
         for name in sorted(imported_names(path))
         if name.split(".")[0] in OURS and not within(name, ALLOWED[room] | EVERYWHERE | more(path))
     ]
-    assert not wrong, f"{room} may import of ours only {sorted(ALLOWED[room])}: {wrong}"
+    assert not wrong, f"{room} may import only {sorted(ALLOWED[room])}: {wrong}"
 
 
 @pytest.mark.parametrize("room", FORBIDDEN)

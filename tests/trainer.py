@@ -119,7 +119,7 @@ class Running:
 
 def take_port() -> int:
     """A port on localhost that nothing else is given until this process ends. JAX's service can
-    listen there all the same, as it shares ports."""
+    nevertheless listen on it, because it shares ports."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     holder.bind(("localhost", 0))

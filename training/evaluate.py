@@ -28,14 +28,14 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator[Batch]: ...
 
     def ready(self, timeout: float) -> bool:
-        """Waits at most so many seconds for the next batch, or the end; whether it is there."""
+        """Waits up to `timeout` seconds for the next batch or the end; returns whether it came."""
 
 
 class Evaluator:
     """Call it with parameters. The step is compiled at the first call, unless it is already.
 
     Args:
-        batches: iterated anew each time, in the same order. rows: rows of a batch.
+        batches: iterated from the start each time, in the same order. rows: rows of a batch.
         goodput: compilation and evaluation are counted there.
         reads_bytes: tokens below 256 are bytes: what gzip makes of the same text can be told.
         waiting: a context for waits for documents, which a request to stop may end.
@@ -57,7 +57,7 @@ class Evaluator:
         self._empty_carry = empty_carry(cfg, mesh, rows)
         self._jitted = make_eval_step(cfg, mesh)
         self._step: Callable[..., Any] | None = None
-        self.gzip: tuple[float, int] | None = None  # (bits a byte, bytes) of the text evaluated
+        self.gzip: tuple[float, int] | None = None  # (bits per byte, bytes) of the evaluated text
         self.last: dict[str, float] = {}
 
     def compile(self, params: Any, batch: Batch) -> None:
@@ -66,7 +66,7 @@ class Evaluator:
             self._step = self._jitted.lower(params, self._empty_carry(), batch).compile()
 
     def __call__(self, params: Any, between: Callable[[], None]) -> dict[str, float]:
-        """eval/loss (nats a token), eval/bits_per_byte, eval/seconds (compilation left out).
+        """eval/loss (nats per token), eval/bits_per_byte, eval/seconds (without compilation).
 
         between: called before each batch, and twice a second while one is waited for.
 
@@ -127,7 +127,7 @@ def _failure_of_any(ours: DataError | None) -> DataError | None:
 
 
 def gzip_bits_per_byte(texts: list[list[bytes]]) -> tuple[float, int]:
-    """gzip -9 on the same text: (bits a byte, bytes).
+    """gzip -9 on the same text: (bits per byte, bytes).
 
     texts: for each batch, the text of each row; a row continues in the next batch.
     """

@@ -22,7 +22,7 @@ from training.weights import is_folder_of_weights, read_folder
 
 
 def evaluate(config: ConfigDict, workdir: str, source: str, log: Log) -> dict[str, float]:
-    """eval/loss (nats a token) and eval/bits_per_byte over config.eval.batches of the validation
+    """eval/loss (nats per token) and eval/bits_per_byte over config.eval.batches of the validation
     data; the run itself is only read.
 
     Args:
@@ -80,7 +80,7 @@ def _load(
     folder: str, config: ConfigDict, model: ModelConfig, mesh: Mesh, loader: Loader, log: Log
 ) -> object:
     if is_folder_of_weights(folder):
-        params, theirs = read_folder(folder, mesh)
+        params, theirs = read_folder(folder, mesh, like=model)
         log(f"parameters from {folder}")
     else:
         loaded = load_params(folder, mesh, log, damaged=config.checkpoint.damaged)

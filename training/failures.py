@@ -14,6 +14,8 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def explain(error: Exception) -> TrainerError | None:
     """Converts an error to a TrainerError; None if its cause is not known."""
     if isinstance(error, TrainerError):
+        if "jax" in sys.modules and _from_xla(error):
+            peers.wait_for_cause()  # a save, or a look at a folder, that another process left
         return error
     if isinstance(error, BrokenPipeError):
         return _reader_closed()
@@ -35,6 +37,17 @@ def _reader_closed() -> RunError:
     )
 
 
+def _from_xla(error: BaseException | None) -> bool:
+    """Whether a failed collective led to the error."""
+    import jax
+
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _of_xla(error: Exception) -> RunError | None:
     import jax
 
@@ -50,7 +63,7 @@ def _of_xla(error: Exception) -> RunError | None:
     if jax.process_count() > 1:
         peers.wait_for_cause()
         return RunError(
-            f"process {jax.process_index()}: a step failed, as it does when another process has "
+            f"process {jax.process_index()}: a step failed, probably because another process has "
             f"died ({line}); {process.resume_hint()}"
         )
     return None

@@ -80,7 +80,7 @@ class TrainLoop:
     """The state and everything that a step needs, is measured by, or is reported to.
 
     Attributes:
-        ready: waits at most so many seconds for the next batch; whether it, or the end, is there.
+        ready: waits up to the given seconds for the next batch; whether it, or the end, is there.
         error_ahead: see `Loader.error_ahead`; asked where there are several processes.
         more: whether `batches` has another one. epoch: passes over the documents so far.
         evaluate: see `Evaluator.__call__`.

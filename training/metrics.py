@@ -64,7 +64,7 @@ class Writers:
             self._events.hyperparameters(step, options, HPARAMS_METRICS)
 
     def log(self, line: str) -> None:
-        """A line for the user, above the progress bar where there is one."""
+        """A line for the user, above the progress bar if there is one."""
         if not self._primary:
             return
         if self._bar is not None:

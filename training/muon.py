@@ -31,8 +31,8 @@ def scale_by_muon(beta: float, shardings: Any) -> optax.GradientTransformation:
     """Nesterov momentum, bias-corrected, then the nearest (semi-)orthogonal matrix.
 
     Args:
-        shardings: tree of `NamedSharding` of all parameters, those of other rules included. The
-            parameters given to the update are stacks of matrices [R, I, O] or, for experts,
+        shardings: tree of `NamedSharding` of all parameters, including those of other rules. The
+            parameters passed to the update are stacks of matrices [R, I, O] or, for experts,
             [R, E, I, O].
     """
     placements = {
@@ -85,9 +85,9 @@ def _orthogonalise(tree: Any, coefficients: jax.Array, placements: Placements) -
 
 
 def _share(spec: PartitionSpec, coefficients: jax.Array, stacks: list[jax.Array]):
-    """One rank's pieces of stacks of one shape -> the same pieces, orthogonalised.
+    """One rank's shards of stacks of one shape -> the same shards, orthogonalised.
 
-    Axes that divide the matrices of a stack among ranks, not each matrix, exchange nothing.
+    Nothing is exchanged along axes that shard only the stack of matrices, not each matrix.
     """
     shapes, (inputs, outputs) = [stack.shape for stack in stacks], spec[-2:]
     exchanges = [(dimension, axes) for dimension, axes in ((1, inputs), (2, outputs)) if axes]

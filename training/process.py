@@ -8,7 +8,7 @@ import threading
 import warnings
 from typing import Any, NoReturn
 
-_speaking = threading.RLock()  # never released: by the thread that says why the process ends
+_speaking = threading.RLock()  # never released: held by the thread that reports the end
 _resume_hint = "the same command starts again"
 
 
@@ -58,25 +58,25 @@ def quiet_libraries() -> None:
 
 
 def note_saved(step: int) -> None:
-    """A checkpoint of this step is whole on disk; see `resume_hint`."""
+    """Notes that a checkpoint of this step is complete on disk; see `resume_hint`."""
     global _resume_hint
     _resume_hint = f"the same command resumes from step {step}, or a later one that is whole"
 
 
 def resume_hint() -> str:
-    """What the same command does next, for a line that says why the process ends."""
+    """What the same command does next, as part of the message about the end of the process."""
     return _resume_hint
 
 
 def claim_last_line() -> None:
-    """Only the first thread that finds a reason to end the process gives it. For any other one this
-    never returns: the process is about to end."""
+    """Lets only the first thread with a reason to end the process report it. For other threads this
+    never returns, because the process is about to end."""
     if not _speaking.acquire(blocking=False):
         threading.Event().wait()
 
 
 def end(line: str, code: int) -> NoReturn:
-    """Ends the process at once, from any thread, with one line on stderr."""
+    """Ends the process immediately, from any thread, with one line on stderr."""
     claim_last_line()
     print(line, file=sys.stderr, flush=True)
     os._exit(code)

@@ -72,7 +72,7 @@ class Meter:
 
     Args:
         slots: tokens of a step, padding included. cfg: for the FLOPs of a token.
-        compiled_peak: bytes a device that the compiled step needs, None where it is not known.
+        compiled_peak: bytes per device that the compiled step needs, None if unknown.
         progress: is counted up.
         skip_nonfinite: such steps were skipped on the device; otherwise they are an error.
     """
@@ -187,7 +187,7 @@ def summarize(name: str, values: list[float]) -> float:
 
 
 def compiled_peak_bytes(compiled: Any) -> int | None:
-    """Bytes that a compiled program needs on a device; None where the backend does not say."""
+    """Bytes that a compiled program needs on a device; None if the backend does not report it."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return None

@@ -226,7 +226,7 @@ def _with_carry(parts: Parts, arrays: Arrays) -> Arrays:
 def _other_params(parts: Parts, folder: str, log: Log) -> Arrays:
     """The parameters of --init_from, which must be of this run's model and tokenizer."""
     if is_folder_of_weights(folder):
-        params, theirs = read_folder(folder, parts.mesh)
+        params, theirs = read_folder(folder, parts.mesh, like=parts.model)
         check_same_parameters(f"--init_from={folder}", theirs, parts.model)
         log(f"parameters from {folder}")
         return flatten({"params": params})

@@ -29,7 +29,7 @@ from training.state import TrainState, flatten
 from training.step import Votes, batch_shapes, make_train_step, make_votes
 
 SAVE_SECONDS = PATIENCE_SECONDS
-SLOWEST_SAVE = 20e6  # bytes a second
+SLOWEST_SAVE = 20e6  # bytes per second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _restore_and_train(
         else:
             log(
                 f"step {start} of config.train.steps={steps} is done: nothing to train; try more "
-                "steps, or another --workdir to start anew"
+                "steps, or another --workdir to start a new run"
             )
         with saving(parts, signals):
             manager.close()

@@ -29,7 +29,7 @@ class Wait:
     """A wait of the main thread that a stop request may end.
 
     what: for the message, with what is lost. seconds: how long it may last after the request.
-    code: to exit with. since: time.monotonic() when it began.
+    code: exit code. since: time.monotonic() when it began.
     """
 
     what: str

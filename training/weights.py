@@ -63,8 +63,7 @@ def write_folder(
     specs += [Spec(name, shape, FLOAT32) for name, shape in zeros.items()]
     with Writer(folder, specs) as writer:
         for tensor in table:
-            array = arrays[tensor.path]
-            part = np.asarray(array if tensor.repeat is None else array[tensor.repeat])
+            part = np.asarray(arrays[tensor.path][tensor.index])
             writer.add(tensor.name, tensor.layout.theirs(part))
         for name, shape in zeros.items():
             writer.add(name, np.zeros(shape, np.float32))
@@ -78,12 +77,17 @@ def write_folder(
 
 
 def read_folder(
-    folder: str, mesh: Mesh, options: Mapping[str, object] | None = None
+    folder: str,
+    mesh: Mesh,
+    options: Mapping[str, object] | None = None,
+    like: ModelConfig | None = None,
 ) -> tuple[Arrays, ModelConfig]:
     """The parameters of a folder, float32 and placed on the mesh, and their model.
 
     Args:
         options: of `ModelConfig`, which override config.json or add to it.
+        like: its division of layers into prefix, pattern and suffix is used if the folder's model
+            has the same layers; otherwise the one with the fewest positions.
 
     Raises:
         WeightsError: files are missing or damaged, or tensors are missing, unknown or have the
@@ -91,15 +95,18 @@ def read_folder(
         ConvertError: config.json describes an unsupported model.
     """
     fmt, cfg = _read_config(folder, options or {})
+    if like is not None and like.layer_names == cfg.layer_names:
+        names = ("prefix", "pattern", "suffix", "num_repeats", "ffn")
+        cfg = dataclasses.replace(cfg, **{name: getattr(like, name) for name in names})
     check_mesh(cfg, mesh.shape)
     reader = Reader(folder)
     table = list(tensors(fmt, cfg))
     specs = flatten(param_specs(cfg))
     _check(reader, table, {name: spec.shape for name, spec in specs.items()})
     _check_zeros(reader, zero_tensors(fmt, cfg), {t.name for t in table})
-    by_path: dict[str, dict[int | None, Tensor]] = {}
+    by_path: dict[str, dict[tuple[int, ...], Tensor]] = {}
     for tensor in table:
-        by_path.setdefault(tensor.path, {})[tensor.repeat] = tensor
+        by_path.setdefault(tensor.path, {})[tensor.index] = tensor
     arrays = {
         path: jax.make_array_from_callback(
             specs[path].shape, sharding, _Parts(reader, by_path[path], specs[path].shape)
@@ -119,20 +126,19 @@ class _Parts:
     """Callback of `jax.make_array_from_callback`: reads one device's part of a parameter."""
 
     reader: Reader
-    by_repeat: dict[int | None, Tensor]
+    by_index: dict[tuple[int, ...], Tensor]
     shape: tuple[int, ...]
 
     def __call__(self, index: tuple[slice, ...] | None) -> np.ndarray:
-        index = index or ()
-        if None in self.by_repeat:
-            return self._layer(None, self.shape)[index]
-        repeats = range(*index[0].indices(self.shape[0]))
-        return np.stack([self._layer(i, self.shape[1:])[index[1:]] for i in repeats])
+        return self._read((), index or tuple(slice(None) for _ in self.shape))
 
-    def _layer(self, repeat: int | None, shape: tuple[int, ...]) -> np.ndarray:
-        tensor = self.by_repeat[repeat]
-        array = self.reader.read(tensor.name).astype(np.float32)
-        return tensor.layout.ours(array, shape)
+    def _read(self, leading: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+        """What `index` selects after the leading axes."""
+        if (tensor := self.by_index.get(leading)) is not None:
+            array = self.reader.read(tensor.name).astype(np.float32)
+            return tensor.layout.ours(array, self.shape[len(leading) :])[index]
+        numbers = range(*index[0].indices(self.shape[len(leading)]))
+        return np.stack([self._read((*leading, number), index[1:]) for number in numbers])
 
 
 def _read_config(folder: str, options: Mapping[str, object]) -> tuple[Format, ModelConfig]:
@@ -151,7 +157,7 @@ def _read_config(folder: str, options: Mapping[str, object]) -> tuple[Format, Mo
 
 
 def _their_shape(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    shape = shape if tensor.repeat is None else shape[1:]
+    shape = shape[len(tensor.index) :]
     # A broadcast zero has the shape but takes no memory.
     return tensor.layout.theirs(np.broadcast_to(np.float32(0), shape)).shape
 

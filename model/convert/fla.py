@@ -4,7 +4,6 @@ from model.config import ModelConfig
 from model.convert.formats import (
     SAME,
     TRANSPOSED,
-    ConvertError,
     Format,
     Json,
     Names,
@@ -34,6 +33,9 @@ def _config(cfg: ModelConfig) -> Json:
         "intermediate_size": cfg.d_ff,
         "num_hidden_layers": cfg.layers,
         "num_heads": cfg.kda_heads,
+        "num_v_heads": cfg.value_heads,
+        "allow_neg_eigval": cfg.negative_eigenvalues,
+        "lower_bound": cfg.gate_lower_bound if cfg.decay_gate == "bounded" else None,
         "head_dim": cfg.key_dim,
         "expand_v": cfg.value_dim / cfg.key_dim,
         "use_short_conv": True,
@@ -46,10 +48,8 @@ def _config(cfg: ModelConfig) -> Json:
 
 
 def _options(config: Json) -> Json:
-    needs(config, attn=None, allow_neg_eigval=False, safe_gate=False, use_short_conv=True)
-    heads = config["num_heads"]
-    if config.get("num_v_heads") not in (None, heads):
-        raise ConvertError(f"num_v_heads={config['num_v_heads']}; only {heads}, as key heads")
+    needs(config, attn=None, use_short_conv=True)
+    bound = config.get("lower_bound", -5.0 if config.get("safe_gate") else None)
     head_dim, hidden = config["head_dim"], config["hidden_size"]
     value_dim = int(head_dim * config.get("expand_v", 1.0))
     wanted = int(hidden * (config.get("hidden_ratio") or 4) * 2 / 3)
@@ -59,7 +59,11 @@ def _options(config: Json) -> Json:
         "d_ff": d_ff,
         "pattern": "kda",
         "num_repeats": config["num_hidden_layers"],
-        "kda_heads": heads,
+        "kda_heads": config["num_heads"],
+        "kda_value_heads": config.get("num_v_heads") or 0,
+        "negative_eigenvalues": config.get("allow_neg_eigval") or False,
+        "decay_gate": "softplus" if bound is None else "bounded",
+        "gate_lower_bound": -5.0 if bound is None else bound,
         "key_dim": head_dim,
         "value_dim": value_dim,
         "gate_rank": value_dim,
@@ -77,7 +81,7 @@ FLA_KDA = Format(
     norms={"mixer_norm": ("attn_norm.weight", SAME), "ffn_norm": ("mlp_norm.weight", SAME)},
     embedding="model.embeddings.weight",
     # The output gate has a bias there.
-    zeros={"attn.g_proj.1.bias": lambda cfg: (cfg.kda_heads * cfg.value_dim,)},
+    zeros={"attn.g_proj.1.bias": lambda cfg: (cfg.value_heads * cfg.value_dim,)},
     ties=True,
     config=_config,
     options=_options,

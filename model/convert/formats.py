@@ -1,13 +1,13 @@
-"""What a published layout is: which tensor is which part of which parameter.
+"""Descriptions of published layouts: which tensor is which part of which parameter.
 
-A tensor belongs to one layer and holds matrices as (output, input); here a parameter stacks the
-layers of one position of the pattern, matrices as (input, output). Nothing in this package touches
-a file or a device: see training/weights.py.
+A tensor belongs to one layer and stores matrices as (output, input). A parameter here stacks the
+layers of one position of the pattern and stores matrices as (input, output). Nothing in this
+package touches a file or a device: see training/weights.py.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from errors import UserError
 from model.config import ModelConfig
 
 Json = dict[str, Any]  # a config.json
+Layer = tuple[str, str]  # names of a layer's mixer and feed-forward layer
 
 
 class ConvertError(UserError):
@@ -23,7 +24,7 @@ class ConvertError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """theirs: our array of one layer -> theirs. ours: theirs and our shape -> our array."""
+    """theirs: converts our array of one layer to theirs. ours: converts theirs to our shape."""
 
     theirs: Callable[[np.ndarray], np.ndarray]
     ours: Callable[[np.ndarray, tuple[int, ...]], np.ndarray]
@@ -39,10 +40,14 @@ Names = Mapping[str, tuple[str, Layout]]  # our name -> theirs and the layout
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A mixer or feed-forward layer: its prefix inside a layer, and the names of a model's."""
+    """A mixer or feed-forward layer: its prefix inside a layer, and its names for a model.
+
+    of_expert: names of an expert's tensors, in which "{expert}" is its number.
+    """
 
     prefix: str
     names: Callable[[ModelConfig], Names]
+    of_expert: Names = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +56,11 @@ class Format:
 
     Attributes:
         mixers, ffns: by our name of the layer. norms: of a layer. embedding: its tensor's name.
-        zeros: tensors of a layer that we do not have, with their shape: written as zeros, and
-            refused where they are anything else.
-        ties: whether readers of the format share the embedding with the head; where not, the head
-            is written as a copy, and read back as a head that is no longer tied.
-        config, options: config.json of a model, and the model options of a config.json.
+        zeros: tensors of a layer that the model here lacks, with their shapes: written as zeros,
+            and refused if they are not zero.
+        ties: whether readers of the format can share the embedding with the head. If not, the head
+            is written as a copy, and read back as an untied head.
+        config, options: convert a model to config.json, and config.json to model options.
     """
 
     name: str
@@ -75,19 +80,19 @@ class Tensor:
 
     Attributes:
         name: in the folder. path: of our parameter, as in checkpoints ("blocks/0/mixer/q").
-        repeat: index of the parameter's leading axis, None outside layers.
-        layout: how one becomes the other. float32: kept in float32 in every export.
+        index: of the parameter's leading axes: (repeat,), (repeat, expert), or () outside layers.
+        layout: converts between the two. float32: exported as float32 always.
     """
 
     name: str
     path: str
-    repeat: int | None
+    index: tuple[int, ...]
     layout: Layout
     float32: bool = False
 
 
 # These stay float32 in an export: logarithms of rates and biases lose too much in bfloat16.
-_FLOAT32 = ("a_log", "dt_bias")
+_FLOAT32 = ("a_log", "dt_bias", "router_bias")
 
 
 def tensors(fmt: Format, cfg: ModelConfig) -> Iterator[Tensor]:
@@ -97,26 +102,31 @@ def tensors(fmt: Format, cfg: ModelConfig) -> Iterator[Tensor]:
         ConvertError: the format has no such layer.
     """
     vocabulary = _vocabulary(cfg.vocab_size, transposed=False)
-    yield Tensor(fmt.embedding, "embedding", None, vocabulary)
+    yield Tensor(fmt.embedding, "embedding", (), vocabulary)
     for layer, (position, repeat) in enumerate(cfg.places):
         path = f"blocks/{position}"
         for ours, (theirs, layout) in fmt.norms.items():
-            yield Tensor(f"model.layers.{layer}.{theirs}", f"{path}/{ours}", repeat, layout)
+            yield Tensor(f"model.layers.{layer}.{theirs}", f"{path}/{ours}", (repeat,), layout)
         mixer = _part(fmt, fmt.mixers, cfg.mixers[position])
         ffn = _part(fmt, fmt.ffns, cfg.ffns[position])
         for kind, part in (("mixer", mixer), ("ffn", ffn)):
+            prefix = f"model.layers.{layer}.{part.prefix}"
             for ours, (theirs, layout) in part.names(cfg).items():
-                name, full = f"model.layers.{layer}.{part.prefix}.{theirs}", f"{path}/{kind}/{ours}"
-                yield Tensor(name, full, repeat, layout, ours in _FLOAT32)
-    yield Tensor("model.norm.weight", "final_norm", None, SAME)
+                full = f"{path}/{kind}/{ours}"
+                yield Tensor(f"{prefix}.{theirs}", full, (repeat,), layout, ours in _FLOAT32)
+            for ours, (theirs, layout) in part.of_expert.items():
+                for expert in range(cfg.num_experts):
+                    name = f"{prefix}.{theirs.format(expert=expert)}"
+                    yield Tensor(name, f"{path}/{kind}/{ours}", (repeat, expert), layout)
+    yield Tensor("model.norm.weight", "final_norm", (), SAME)
     if not cfg.tie_embeddings:
-        yield Tensor("lm_head.weight", "head", None, _vocabulary(cfg.vocab_size, transposed=True))
+        yield Tensor("lm_head.weight", "head", (), _vocabulary(cfg.vocab_size, transposed=True))
     elif not fmt.ties:
-        yield Tensor("lm_head.weight", "embedding", None, vocabulary)
+        yield Tensor("lm_head.weight", "embedding", (), vocabulary)
 
 
 def zero_tensors(fmt: Format, cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Tensors of the format, by name, that this model has only as zeros, and their shapes."""
+    """Tensors of the format that this model lacks and writes as zeros: name -> shape."""
     return {
         f"model.layers.{layer}.{name}": shape(cfg)
         for layer in range(cfg.layers)
@@ -124,17 +134,46 @@ def zero_tensors(fmt: Format, cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def repeated(layers: Sequence[str]) -> tuple[list[str], int]:
-    """The shortest pattern that gives these layers when repeated, and how often."""
-    for length in range(1, len(layers) + 1):
-        count, rest = divmod(len(layers), length)
-        if not rest and list(layers[:length]) * count == list(layers):
-            return list(layers[:length]), count
-    raise ConvertError("it has no layers")
+class Repeats(NamedTuple):
+    """Layers as a prefix, a repeated pattern, and a suffix."""
+
+    prefix: Sequence[Layer]
+    pattern: Sequence[Layer]
+    repeats: int
+    suffix: Sequence[Layer]
+
+    @property
+    def options(self) -> Json:
+        """As options of `ModelConfig`."""
+        parts = {"prefix": self.prefix, "pattern": self.pattern, "suffix": self.suffix}
+        names = {name: ",".join(mixer for mixer, _ in part) for name, part in parts.items()}
+        ffns = [ffn for part in parts.values() for _, ffn in part]
+        ffn = ffns[0] if len(set(ffns)) == 1 else ",".join(ffns)
+        return names | {"num_repeats": self.repeats, "ffn": ffn}
+
+
+def repeated(layers: Sequence[Layer]) -> Repeats:
+    """The shortest form that gives these layers; without prefix and suffix if there are several."""
+    if not layers:
+        raise ConvertError("it has no layers")
+
+    def ways() -> Iterator[Repeats]:
+        for length in range(1, len(layers) + 1):
+            for begin in range(len(layers) - length + 1):
+                pattern, end = layers[begin : begin + length], begin + length
+                while layers[end : end + length] == pattern:
+                    end += length
+                yield Repeats(layers[:begin], pattern, (end - begin) // length, layers[end:])
+
+    def cost(way: Repeats) -> tuple[int, int]:
+        around = len(way.prefix) + len(way.suffix)
+        return around + len(way.pattern), around
+
+    return min(ways(), key=cost)
 
 
 def needs(config: Json, **values: object) -> None:
-    """Refuses a config.json in which a field is given and is not this value.
+    """Refuses a config.json in which a field is present with another value.
 
     Raises:
         ConvertError: naming the field.
@@ -153,7 +192,7 @@ def _part(fmt: Format, table: Mapping[str, Part], name: str) -> Part:
 
 
 def _vocabulary(size: int, *, transposed: bool) -> Layout:
-    """The embedding or the head, without the padding of the vocabulary, which never counts."""
+    """The embedding or the head, without the padding of the vocabulary, which is unused."""
 
     def theirs(x: np.ndarray) -> np.ndarray:
         return (x.T if transposed else x)[:size]

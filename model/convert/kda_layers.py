@@ -14,18 +14,21 @@ KDA_NAMES: Names = {
 SWIGLU_NAMES: Names = {name: (f"{name}_proj.weight", TRANSPOSED) for name in ("gate", "up", "down")}
 
 
-def check_kda(fmt: str, cfg: ModelConfig, sizes: tuple[str, ...]) -> None:
-    """Refuses KDA options that a format lacks. sizes: options that it combines into one.
+def check_kda(fmt: str, cfg: ModelConfig, sizes: tuple[str, ...], **only: object) -> None:
+    """Refuses KDA options that a format lacks.
+
+    Args:
+        sizes: options that the format has as one. only: options of which it has this value alone.
 
     Raises:
         ConvertError: naming the option.
     """
-    if cfg.decay_gate != "softplus":
-        raise ConvertError(
-            f"format {fmt!r} has no config.model.decay_gate={cfg.decay_gate!r}; only 'softplus'"
-        )
-    if cfg.learned_initial_state:
-        raise ConvertError(f"format {fmt!r} has no learned initial state of KDA layers")
+    for name, needed in {**only, "learned_initial_state": False}.items():
+        value = getattr(cfg, name)
+        if value != needed:
+            raise ConvertError(
+                f"format {fmt!r} has no config.model.{name}={value!r}; only {needed!r}"
+            )
     given = {name: getattr(cfg, name) for name in sizes}
     if len(set(given.values())) > 1:
         text = ", ".join(f"{name}={value}" for name, value in given.items())

@@ -1,14 +1,16 @@
 """The Kimi Delta Attention mixer; it computes the same as transformers' `kimi_linear`.
 
 x -> q, k, v projections -> causal depthwise convolution and SiLU -> KDA with l2-normalised q and k,
-a low-rank decay gate and a sigmoid beta -> RMS norm of each head, gated by a low-rank sigmoid ->
-output projection. No biases.
+a decay gate and a sigmoid beta -> RMS norm of each head, gated by a sigmoid -> output projection.
+No biases. Options: gates of full instead of low rank, several value heads to a head of q and k,
+beta up to 2.
 
 jit shards the projections; convolution, KDA and the gated norm run in one `jax.shard_map`, with
 rows over `ROWS`, tokens over "context" and heads over "tensor". Parameters are
 initialised as in flash-linear-attention.
 
-Axes: B row, T token, D residual width, H head, K key channel, V value channel, W convolution taps.
+Axes: B row, T token, D residual width, H head (of v, where q and k have fewer), K key channel,
+V value channel, W convolution taps.
 """
 
 import functools
@@ -57,9 +59,8 @@ def param_specs(cfg: ModelConfig) -> Specs:
     of a time step log-uniform in [1e-3, 0.1], so that exp(a_log) softplus(dt_bias) forgets over one
     to a thousand tokens; convolutions are torch's default, uniform in +-W^-1/2.
     """
-    width, rank = cfg.d_model, cfg.gate_rank
-    keys, values = cfg.kda_heads * cfg.key_dim, cfg.kda_heads * cfg.value_dim
-    std = cfg.init_std
+    width, std, heads = cfg.d_model, cfg.init_std, cfg.value_heads
+    keys, values = cfg.kda_heads * cfg.key_dim, heads * cfg.value_dim
     specs = {
         "q": matrix((width, keys), ("width", "heads"), std),
         "k": matrix((width, keys), ("width", "heads"), std),
@@ -67,18 +68,16 @@ def param_specs(cfg: ModelConfig) -> Specs:
         "q_conv": _taps(cfg.conv_kernel_size, keys),
         "k_conv": _taps(cfg.conv_kernel_size, keys),
         "v_conv": _taps(cfg.conv_kernel_size, values),
-        "decay_a": matrix((width, rank), ("width", "gate_rank"), std),
-        "decay_b": matrix((rank, keys), ("gate_rank", "heads"), std),
-        "a_log": vector((cfg.kda_heads,), ("heads",), _log_uniform_rate),
-        "dt_bias": vector((cfg.kda_heads, cfg.key_dim), ("heads", "whole"), _inverse_softplus_step),
-        "beta": matrix((width, cfg.kda_heads), ("width", "heads"), std),
-        "output_gate_a": matrix((width, rank), ("width", "gate_rank"), std),
-        "output_gate_b": matrix((rank, values), ("gate_rank", "heads"), std),
+        **_gate_specs(cfg, "decay", heads * cfg.key_dim),
+        "a_log": vector((heads,), ("heads",), _log_uniform_rate),
+        "dt_bias": vector((heads, cfg.key_dim), ("heads", "whole"), _inverse_softplus_step),
+        "beta": matrix((width, heads), ("width", "heads"), std),
+        **_gate_specs(cfg, "output_gate", values),
         "output_norm": gain(cfg.value_dim),
         "output": matrix((values, width), ("heads", "width"), cfg.residual_std),
     }
     if cfg.learned_initial_state:
-        shape = (cfg.kda_heads, cfg.key_dim, cfg.value_dim)
+        shape = (heads, cfg.key_dim, cfg.value_dim)
         specs["start_state"] = vector(shape, ("heads", "whole", "whole"), _zeros)
     return specs
 
@@ -103,9 +102,11 @@ def forward(
         [P, B, W - 1, channels of q, k and v]}, and no metrics.
     """
     streams = {name: matmul(x, params[name]) for name in STREAMS}
-    decay = matmul(matmul(x, params["decay_a"]), params["decay_b"])
+    decay = _gate(params, "decay", x)
     beta = jax.nn.sigmoid(matmul(x, params["beta"], out_dtype=jnp.float32))
-    gate = matmul(matmul(x, params["output_gate_a"]), params["output_gate_b"])
+    if cfg.negative_eigenvalues:
+        beta = 2.0 * beta
+    gate = _gate(params, "output_gate", x)
     small = {name: param for name, param in params.items() if name in _small_specs(cfg)}
     island = _island(cfg, mesh, entry is not None)
     mixed, ends, entry = island(small, streams, decay, beta, gate, plan, carry, entry)
@@ -126,11 +127,10 @@ def init_carry(cfg: ModelConfig, rows: int) -> Arrays:
     compute dtype}; {} without cfg.carry."""
     if not cfg.carry:
         return {}
-    state = jnp.zeros((rows, cfg.kda_heads, cfg.key_dim, cfg.value_dim), jnp.float32)
-    channels = {"q": cfg.key_dim, "k": cfg.key_dim, "v": cfg.value_dim}
+    state = jnp.zeros((rows, cfg.value_heads, cfg.key_dim, cfg.value_dim), jnp.float32)
     conv = {
-        name: jnp.zeros((rows, cfg.conv_kernel_size - 1, cfg.kda_heads * size), cfg.compute_dtype)
-        for name, size in channels.items()
+        name: jnp.zeros((rows, cfg.conv_kernel_size - 1, size), cfg.compute_dtype)
+        for name, size in _channels(cfg).items()
     }
     return {"state": state, "conv": conv}
 
@@ -144,8 +144,7 @@ def carry_specs(cfg: ModelConfig) -> Tree:
 
 def flops_per_token(cfg: ModelConfig) -> float:
     """Matrices, convolutions and the chunked recurrence."""
-    channels = cfg.kda_heads * (2 * cfg.key_dim + cfg.value_dim)
-    convolutions = 2.0 * cfg.conv_kernel_size * channels
+    convolutions = 2.0 * cfg.conv_kernel_size * sum(_channels(cfg).values())
     return matrix_flops(param_specs(cfg)) + convolutions + recurrence_flops(cfg)
 
 
@@ -157,7 +156,7 @@ def recurrence_flops(cfg: ModelConfig) -> float:
     ranks.
     """
     k, v, c = cfg.key_dim, cfg.value_dim, CHUNK
-    return cfg.kda_heads * (6.0 * k * v + 4.0 * c * (k + v) + 2.0 / 3.0 * c * c)
+    return cfg.value_heads * (6.0 * k * v + 4.0 * c * (k + v) + 2.0 / 3.0 * c * c)
 
 
 def flops_per_key(cfg: ModelConfig) -> float:
@@ -171,6 +170,30 @@ def mesh_needs(cfg: ModelConfig) -> list[MeshNeed]:
         MeshNeed(FSDP, "gate_rank", cfg.gate_rank),
         MeshNeed(TENSOR, "kda_heads", cfg.kda_heads),
     ]
+
+
+def _channels(cfg: ModelConfig) -> dict[str, int]:
+    """Channels of all heads of each stream."""
+    keys = cfg.kda_heads * cfg.key_dim
+    return {"q": keys, "k": keys, "v": cfg.value_heads * cfg.value_dim}
+
+
+def _gate_specs(cfg: ModelConfig, name: str, channels: int) -> Specs:
+    """The matrices from the residual width to a gate's channels: one, or two of gate_rank."""
+    width, rank, std = cfg.d_model, cfg.gate_rank, cfg.init_std
+    if not rank:
+        return {name: matrix((width, channels), ("width", "heads"), std)}
+    return {
+        f"{name}_a": matrix((width, rank), ("width", "gate_rank"), std),
+        f"{name}_b": matrix((rank, channels), ("gate_rank", "heads"), std),
+    }
+
+
+def _gate(params: Arrays, name: str, x: jax.Array) -> jax.Array:
+    """x [B, T, D] times the matrices of `_gate_specs`."""
+    if name in params:
+        return matmul(x, params[name])
+    return matmul(matmul(x, params[f"{name}_a"]), params[f"{name}_b"])
 
 
 def _small_specs(cfg: ModelConfig) -> dict[str, PartitionSpec]:
@@ -233,25 +256,26 @@ def _begin(params: Arrays, cfg: ModelConfig, plan: RowPlan, carry: Arrays) -> Ar
 
 
 def _mix_local(cfg, axis_name, params, streams, decay, beta, segments, begin, entry):
-    """One rank's part: streams [b, t, h * K or V], decay [b, t, h * K], beta [b, t, h].
+    """One rank's part: streams [b, t, channels], decay [b, t, h * K], beta [b, t, h].
 
     Returns (out [b, t, h * V], the rank's contribution to the ends, entry).
     """
     implementation = None if cfg.kda_implementation == "auto" else cfg.kda_implementation
+    shared = cfg.value_heads // cfg.kda_heads  # value heads to a head of q and k
     streams, tails, halo = short_conv_on_rank(
         streams,
         {name: params[name + "_conv"] for name in STREAMS},
         segments,
-        heads=beta.shape[-1],
+        heads=beta.shape[-1] // shared,
         tail=begin["conv"] if cfg.carry else None,
         halo=None if entry is None else entry["halo"],
         axis_name=axis_name,
         implementation=implementation,
     )
     out, state, entered = kda_on_rank(
-        streams["q"],
-        streams["k"],
-        streams["v"],
+        _repeated(streams["q"], shared),
+        _repeated(streams["k"], shared),
+        _apart(streams["v"], shared),
         split_heads(decay, beta.shape[-1]),
         jnp.moveaxis(beta, 2, 1),
         segments,
@@ -270,6 +294,21 @@ def _mix_local(cfg, axis_name, params, streams, decay, beta, segments, begin, en
     ends = {"state": state, "conv": tails} if cfg.carry else {}
     mixed = jnp.moveaxis(out, 1, 2).reshape(*beta.shape[:2], -1)
     return mixed, ends, {"state": entered, "halo": halo}
+
+
+def _repeated(x: jax.Array, count: int) -> jax.Array:
+    """[B, H, T, d] -> [B, H * count, T, d], every head `count` times in a row."""
+    return x if count == 1 else jnp.repeat(x, count, axis=1)
+
+
+def _apart(x: jax.Array, count: int) -> jax.Array:
+    """[B, H, T, count * d] -> [B, H * count, T, d]: the heads that share a head of q and k."""
+    if count == 1:
+        return x
+    rows, heads, tokens, _ = x.shape
+    return jnp.moveaxis(x.reshape(rows, heads, tokens, count, -1), 3, 2).reshape(
+        rows, heads * count, tokens, -1
+    )
 
 
 def _taps(width: int, channels: int) -> ParamSpec:

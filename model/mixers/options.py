@@ -10,13 +10,20 @@ from options import option
 
 @dataclasses.dataclass(frozen=True)
 class KdaOptions:
-    """Kimi Delta Attention: `kda_heads` heads of K = key_dim and V = value_dim."""
+    """Kimi Delta Attention: `kda_heads` heads of K = key_dim, `value_heads` of V = value_dim."""
 
     kda_heads: int = option(
         2,
         "KDA heads; a multiple of mesh.tensor.",
         minimum=1,
         renamed_from=("heads",),
+        on_resume="model",
+    )
+    kda_value_heads: int = option(
+        0,
+        "Value heads of KDA, each with its state and gates; a multiple of kda_heads, whose queries "
+        "and keys neighbouring value heads share. 0: kda_heads.",
+        minimum=0,
         on_resume="model",
     )
     key_dim: int = option(
@@ -28,8 +35,8 @@ class KdaOptions:
     gate_rank: int = option(
         128,
         "Inner size of the low-rank decay and output gates (Kimi Linear uses the head size); a "
-        "multiple of mesh.fsdp.",
-        minimum=1,
+        "multiple of mesh.fsdp. 0: gates of full rank, one matrix each.",
+        minimum=0,
         on_resume="model",
     )
     conv_kernel_size: int = option(
@@ -55,6 +62,11 @@ class KdaOptions:
         below=0.0,
         on_resume="model",
     )
+    negative_eigenvalues: bool = option(
+        False,
+        "beta is in (0, 2) instead of (0, 1): a token may reverse what its key's direction holds.",
+        on_resume="model",
+    )
     learned_initial_state: bool = option(
         False,
         "Start each document from a learned state instead of zeros.",
@@ -73,6 +85,11 @@ class KdaOptions:
         "faster.",
         choices=("remat", "save"),
     )
+
+    @property
+    def value_heads(self) -> int:
+        """`kda_value_heads`, where 0 means `kda_heads`."""
+        return self.kda_value_heads or self.kda_heads
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kernels.segments import Segments
 from model.axes import Arrays, MeshNeed, Specs, Tree
 from model.config import ModelConfig
 
-# By name, float32: scalars, or [ranks, ...], a share of each token rank; added after the loop.
+# By name, float32: scalars, or [ranks, ...] with one contribution per token rank, summed later.
 Metrics = dict[str, jax.Array]
 
 
@@ -59,14 +59,15 @@ class Mixer(Protocol):
 
         Args:
             params: matrices in the compute dtype, gathered over fsdp and context; the others
-                float32, as one copy a token rank [ranks, ...], divided over `TOKENS`.
-            carry: arrays that the context axis does not divide as one copy a rank, [P, ...].
-            entry: None, or what this function returned for the same arguments: what messages
-                brought to each context rank [P, ...]. None are then sent; see layer_loop.py.
+                float32, as one copy per token rank [ranks, ...], sharded over `TOKENS`.
+            carry: arrays that are not sharded over the context axis come as one copy per rank,
+                [P, ...].
+            entry: None, or what this function returned for the same arguments: the messages that
+                each context rank received, [P, ...]. Then none are sent; see layer_loop.py.
 
         Returns:
-            ends: what `new_carry` needs, of the carry's structure; in place of copies one share a
-                context rank [P, ...], which are added after the loop over layers.
+            ends: the input of `new_carry`, in the carry's structure; instead of copies, one
+                contribution per context rank [P, ...], summed after the loop over layers.
         """
 
     def new_carry(self, cfg: ModelConfig, plan: RowPlan, carry: Arrays, ends: Arrays) -> Arrays:

@@ -1,4 +1,4 @@
-"""Mixers by the names that config.model.pattern, prefix and suffix use."""
+"""Mixers by their names in config.model.pattern, prefix and suffix."""
 
 from typing import Protocol
 
@@ -25,10 +25,10 @@ class Patterns(Protocol):
 
 
 def mixers_of(model: Patterns) -> tuple[Mixer, ...]:
-    """The mixers of prefix, pattern and suffix, in order, one a position.
+    """The mixers of prefix, pattern and suffix, in order, one per position.
 
     Raises:
-        OptionError: an option names one that does not exist.
+        OptionError: an option contains an unknown name.
     """
     found: list[Mixer] = []
     for option in ("prefix", "pattern", "suffix"):
@@ -42,5 +42,5 @@ def mixers_of(model: Patterns) -> tuple[Mixer, ...]:
 
 
 def reads_positions(model: Patterns) -> bool:
-    """Whether a mixer of a model needs each token's place in its document on the device."""
+    """Whether any mixer of a model needs each token's position in its document."""
     return any(mixer.READS_POSITIONS for mixer in mixers_of(model))

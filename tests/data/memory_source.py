@@ -16,7 +16,7 @@ FIRST, SPACING = 1000, 10_000
 
 
 class WordTokenizer:
-    """Four bytes a token; what its ids are, the document's text says."""
+    """Four bytes per token; the bytes are the token's id."""
 
     name = fingerprint = "words"
     vocab_size = 1 << 30

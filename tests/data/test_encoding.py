@@ -105,7 +105,7 @@ def test_text_never_gives_the_end_of_a_document(make, tmp_path):
 
 def test_an_end_that_text_can_spell_by_one_character_is_refused(tmp_path):
     path = save(words("#"), tmp_path)
-    with pytest.raises(ValueError, match=r"^config\.data\.eos_token='#': text can spell it"):
+    with pytest.raises(ValueError, match=r"^config\.data\.eos_token='#': text encodes to it"):
         make_tokenizer(path, eos_token="#")
     make_tokenizer(path, eos_token="words").encode(b"# words")  # by more: written otherwise
 
@@ -154,7 +154,7 @@ def test_a_tokenizer_that_changes_its_mind_is_refused(tmp_path, monkeypatch):
     library.model.dropout = 0.5
     path = save(library, tmp_path)
     monkeypatch.setattr("data.tokenizer.HuggingFaceTokenizer._set_up", lambda self: None)
-    with pytest.raises(ValueError, match=r"config\.data\.tokenizer=.* in another way each time"):
+    with pytest.raises(ValueError, match=r"config\.data\.tokenizer=.* differently each time"):
         make_tokenizer(path)
 
 

@@ -395,7 +395,7 @@ def test_signals_to_the_group_are_the_parents_and_workers_end_with_it(config):
 
 
 def test_a_loader_can_start_ahead(config, monkeypatch):
-    """It reads before a batch is asked for, and a position restored after that still counts."""
+    """It reads before a batch is requested, and a position restored after that takes effect."""
     read, reads = DocumentSource.__getitem__, []
     monkeypatch.setattr(
         DocumentSource, "__getitem__", lambda self, i: reads.append(i) or read(self, i)

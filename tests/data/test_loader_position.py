@@ -172,7 +172,7 @@ def test_going_on_with_other_rows_loses_nothing(config):
         assert not np.any(made[6]["continues"])
         state = source.state()
     with loader(change(config, global_batch_size=2)) as source:
-        assert source.restore(state) == ""  # the same rows again: nothing to deal anew
+        assert source.restore(state) == ""  # the same rows again: nothing to reassign
         made += take(source, 4)
         state = source.state()
     with loader(change(config, global_batch_size=3)) as source:

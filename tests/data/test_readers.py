@@ -49,7 +49,7 @@ def test_a_file_without_lines_is_cut_between_characters(tmp_path, size):
 @pytest.mark.parametrize("values", [["again"], ["", "again"], [None, "again"], ["x" * 5000]])
 @pytest.mark.parametrize("statistics", [True, False])
 def test_parquet_of_repeated_texts_has_text(tmp_path, values, statistics):
-    """Each stands once in a dictionary, with less than a byte a row to tell which."""
+    """Each text is stored once in a dictionary, with less than a byte per row as the index."""
     file = tmp_path / "a.parquet"
     column = pyarrow.array(values * 8000, pyarrow.string())
     table = pyarrow.table({"text": column})

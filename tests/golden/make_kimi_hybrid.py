@@ -1,4 +1,4 @@
-"""Makes kimi_hybrid.npz: results of transformers' `kimi_linear` with a KDA and an MLA layer.
+"""Makes kimi_hybrid.npz: `kimi_linear` of transformers with a KDA and an MLA layer with experts.
 
     python3.12 -m venv /tmp/hf && /tmp/hf/bin/pip install torch==2.13.0 transformers==5.24.0
     /tmp/hf/bin/python tests/golden/make_kimi_hybrid.py
@@ -33,14 +33,22 @@ def make_model(random: np.random.Generator) -> torch.nn.Module:
         qk_rope_head_dim=6,
         v_head_dim=10,
         layer_types=["linear_attention", "full_attention"],
-        mlp_layer_types=["dense"] * 2,
+        mlp_layer_types=["dense", "sparse"],
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        moe_intermediate_size=14,
+        routed_scaling_factor=1.7,
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=None,
         attn_implementation="eager",
+        experts_implementation="eager",
     )
     model = in_float64(modeling_kimi_linear).KimiLinearForCausalLM(config).double()
     make_weights(model, random)
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    bias.copy_(torch.tensor(0.3 * random.normal(size=bias.shape).astype(np.float32)))
     return model
 
 
@@ -57,6 +65,7 @@ def main() -> None:
     arrays = {"logits": logits.detach(), "loss": loss.detach()}
     for name, weight in model.named_parameters():
         arrays |= {f"w:{name}": weight.detach(), f"g:{name}": weight.grad}
+    arrays |= {f"w:{name}": buffer for name, buffer in model.named_buffers() if "score" in name}
     stored = {name: np.asarray(array, np.float32) for name, array in arrays.items()}
     stored |= {"tokens": tokens.astype(np.int32), "targets": targets.astype(np.int32)}
     np.savez_compressed(FILE, **stored)

@@ -156,7 +156,7 @@ def slope_along(f, x, direction, step=0.05) -> float:
 @pytest.mark.slow
 def test_gradient_flows_through_the_carry_to_the_row_before():
     """Only the second window has a loss: the first window's own tokens get a gradient through the
-    carried state alone, and none where the second does not continue or the carry is off."""
+    carried state alone, and none if the second does not continue or the carry is off."""
     ids = np.ones((2, WINDOW * WINDOWS), int)
     batch = make_batch(ids)
     window = np.broadcast_to(np.arange(ids.shape[1]) // WINDOW, ids.shape)

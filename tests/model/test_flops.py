@@ -1,4 +1,4 @@
-"""FLOPs a token against counts made by hand and by the compiler."""
+"""FLOPs per token against counts made by hand and by the compiler."""
 
 import dataclasses
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,13 @@ HYBRID = ModelConfig(
     d_model=32,
     pattern="kda, mla",
     num_repeats=1,
+    ffn="swiglu, experts",
     d_ff=48,
+    num_experts=6,
+    experts_per_token=3,
+    expert_d_ff=14,
+    shared_experts=2,
+    router_scale=1.7,
     kda_heads=2,
     key_dim=16,
     value_dim=16,
@@ -39,7 +46,7 @@ HYBRID = ModelConfig(
     compute_dtype="float32",
     carry=False,
 )
-ALONE = dataclasses.replace(HYBRID, pattern="mla")
+ALONE = dataclasses.replace(HYBRID, pattern="mla", ffn="swiglu")
 LINEARS = {
     "kda": {
         "q": "q_proj",
@@ -70,6 +77,21 @@ def golden() -> dict[str, np.ndarray]:
 def to_ours(kind: str) -> dict:
     """Their weights ("w:") or gradients ("g:") in our layout: matrices are (input, output)."""
 
+    def swiglu(get: Callable, prefix: str) -> dict:
+        return {name: get(f"{prefix}.{name}_proj.weight").T for name in ("gate", "up", "down")}
+
+    def experts(get: Callable) -> dict:
+        both = get("mlp.experts.gate_up_proj").swapaxes(1, 2)
+        bias = np.zeros(HYBRID.num_experts, np.float32)  # the gradient
+        return {
+            "router": get("mlp.gate.weight").T,
+            "router_bias": bias if kind == "g:" else get("mlp.gate.e_score_correction_bias"),
+            "gate": both[..., : HYBRID.expert_d_ff],
+            "up": both[..., HYBRID.expert_d_ff :],
+            "down": get("mlp.experts.down_proj").swapaxes(1, 2),
+            "shared": swiglu(get, "mlp.shared_experts"),
+        }
+
     def block(number: int, mixer: str) -> dict:
         def get(name: str) -> np.ndarray:
             return golden()[f"{kind}model.layers.{number}.{name}"]
@@ -86,7 +108,7 @@ def to_ours(kind: str) -> dict:
             params["kv_norm"] = get("self_attn.kv_a_layernorm.weight")
         layer = {
             "mixer": params,
-            "ffn": {name: get(f"mlp.{name}_proj.weight").T for name in ("gate", "up", "down")},
+            "ffn": experts(get) if HYBRID.ffns[number] == "experts" else swiglu(get, "mlp"),
             "mixer_norm": get("input_layernorm.weight"),
             "ffn_norm": get("post_attention_layernorm.weight"),
         }
@@ -103,7 +125,16 @@ def to_ours(kind: str) -> dict:
     }
 
 
-@pytest.mark.parametrize("mesh_sizes", [{}, {"context": 4, "tensor": 2}])
+@pytest.mark.parametrize(
+    "mesh_sizes",
+    [
+        {},
+        {"expert": 2, "context": 2, "tensor": 2},
+        pytest.param({"context": 4, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param({"expert": 2, "context": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_hybrid_has_their_logits_loss_and_gradients(mesh_sizes):
     tokens = golden()["tokens"]
     batch = {

@@ -33,10 +33,22 @@ HYBRID = dataclasses.replace(
     mla_rope_dim=6,
     mla_value_dim=10,
 )
+EXPERTS = dataclasses.replace(
+    HYBRID,
+    pattern="kda, mla",
+    ffn="swiglu, experts",
+    num_experts=6,
+    experts_per_token=3,
+    expert_d_ff=12,
+    shared_experts=2,
+    router_scale=1.7,
+)
 
 
 @pytest.mark.skipif(not PYTHON, reason="TRANSFORMERS_PYTHON names no Python with transformers")
-@pytest.mark.parametrize("cfg", [CFG, dataclasses.replace(CFG, tie_embeddings=True), HYBRID])
+@pytest.mark.parametrize(
+    "cfg", [CFG, dataclasses.replace(CFG, tie_embeddings=True), HYBRID, EXPERTS]
+)
 def test_transformers_has_our_logits(tmp_path, cfg):
     params = make_params(cfg)
     folder = str(tmp_path / "export")

@@ -34,6 +34,18 @@ def test_a_wait_ends_so_long_after_the_request_and_its_own_beginning(
     assert capsys.readouterr().err.count("\n") == len(ended)
 
 
+def test_a_wait_inside_another_one_leaves_it_as_it_was():
+    """As a save does that is made while an evaluation waits for documents."""
+    signals = Signals.__new__(Signals)
+    signals._wait = None
+    with signals.waiting("outer", 8.0):
+        outer = signals._wait
+        with signals.waiting("inner", 3.0):
+            assert signals._wait.what == "inner"
+        assert signals._wait is outer
+    assert signals._wait is None
+
+
 class AskedMeanwhile(threading.Event):
     """Set by another thread as soon as it was looked at."""
 

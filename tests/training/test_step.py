@@ -115,7 +115,7 @@ def test_reported_numbers_are_what_they_say():
     metrics, gradient, _ = run(ONE, batch_of(UNEVEN), Z_LOSS)
     norm = np.sqrt(sum(np.sum(g.astype(np.float64) ** 2) for g in gradient.values()))
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=MODEL_FLOAT32)
-    # Three bytes a target: bits a byte follow from nats a token.
+    # Three bytes per target: bits per byte follow from nats per token.
     bits = metrics["loss"] / np.log(2) / 3
     np.testing.assert_allclose(metrics["bits_per_byte"], bits, rtol=MODEL_FLOAT32)
     assert metrics["learning_rate"] == 1.0 and metrics["finite"] and metrics["stop"] == 0

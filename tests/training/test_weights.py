@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints.safetensors_io import Reader, Spec, WeightsError, Writer
 from model.config import ModelConfig
-from model.convert.formats import ConvertError
+from model.convert.formats import ConvertError, repeated
 from model.convert.registry import FORMATS
 from model.params import param_shardings
 from tests.model_cases import KDA, MIXED, make_mesh, make_params
@@ -28,16 +28,33 @@ HYBRID = dataclasses.replace(
     mla_rope_dim=6,
     mla_value_dim=10,
 )
+EXPERTS = dataclasses.replace(
+    HYBRID,
+    ffn="swiglu" + 4 * ", experts",
+    num_experts=4,
+    experts_per_token=2,
+    expert_d_ff=12,
+    shared_experts=2,
+    router_scale=1.7,
+)
 REPEATED = dataclasses.replace(HYBRID, pattern="kda, mla", num_repeats=2)
 TALL = dataclasses.replace(KDA, gate_rank=16, tie_embeddings=True)  # V 16, K 8: fla's alone
+# What flash-linear-attention's KDA has beyond Kimi Linear's: grouped values, beta up to 2, a bound.
+WIDER = dataclasses.replace(
+    TALL, kda_value_heads=4, negative_eigenvalues=True, decay_gate="bounded", gate_lower_bound=-2.0
+)
 SHARED_OPTIONS = (
     "d_model", "d_ff", "kda_heads", "key_dim", "value_dim", "gate_rank", "vocab_size",
-    "tie_embeddings", "norm_eps", "conv_kernel_size",
+    "tie_embeddings", "norm_eps", "conv_kernel_size", "value_heads", "negative_eigenvalues",
+    "decay_gate", "gate_lower_bound",
 )  # fmt: skip
 MLA_OPTIONS = tuple(name for name in ModelConfig.__dataclass_fields__ if name.startswith("mla_"))
+EXPERT_OPTIONS = (
+    "num_experts", "experts_per_token", "expert_d_ff", "shared_experts", "router_scale",
+)  # fmt: skip
 SPECIAL = SpecialTokens(bos_id=59, eos_id=60)
-CASES = [("kimi_linear", cfg) for cfg in (SQUARE, HYBRID, REPEATED)]
-CASES += [("kda", SQUARE), ("kda", TALL)]
+CASES = [("kimi_linear", cfg) for cfg in (SQUARE, HYBRID, REPEATED, EXPERTS)]
+CASES += [("kda", SQUARE), ("kda", TALL), ("kda", WIDER)]
 
 
 def write(folder, kind="kimi_linear", cfg=SQUARE, dtype=np.float32, mesh=None):
@@ -48,8 +65,9 @@ def write(folder, kind="kimi_linear", cfg=SQUARE, dtype=np.float32, mesh=None):
     return params
 
 
-def read(folder, mesh=None, **options):
-    return read_folder(str(folder), mesh or make_mesh(), {"compute_dtype": "float32", **options})
+def read(folder, mesh=None, like=None, **options):
+    options = {"compute_dtype": "float32", **options}
+    return read_folder(str(folder), mesh or make_mesh(), options, like)
 
 
 def compare(found, params, cfg, convert=lambda x: x):
@@ -66,18 +84,19 @@ def compare(found, params, cfg, convert=lambda x: x):
 
 
 @pytest.mark.parametrize(("kind", "cfg"), CASES)
-@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "expert": 2, "tensor": 2}])
 def test_a_round_trip_is_exact_on_any_mesh(tmp_path, kind, cfg, sizes):
     mesh = make_mesh(**sizes)
     params = write(tmp_path, kind, cfg, mesh=mesh)
-    found, model = read(tmp_path, mesh)
+    found, model = read(tmp_path, mesh, like=cfg)
     compare(found, params, cfg)
     shape = ("d_model", "d_ff", "kda_heads", "key_dim", "value_dim", "gate_rank", "layers")
     mla = tuple(f"mla_{name}" for name in ("heads", "kv_rank", "nope_dim", "rope_dim", "value_dim"))
     for name in (
         *shape,
         *(mla if "mla" in cfg.mixers else ()),
-        "mixers",
+        *(EXPERT_OPTIONS if "experts" in cfg.ffns else ()),
+        "layer_names",
         "vocab_size",
         "tie_embeddings",
         "norm_eps",
@@ -116,9 +135,13 @@ def test_special_tokens_are_written(tmp_path):
     ("change", "text"),
     [
         ({"decay_gate": "bounded"}, "no config.model.decay_gate='bounded'"),
-        ({"learned_initial_state": True}, "no learned initial state"),
+        ({"learned_initial_state": True}, "no config.model.learned_initial_state=True"),
+        ({"kda_value_heads": 4}, "no config.model.value_heads=4; only 2"),
+        ({"negative_eigenvalues": True}, "no config.model.negative_eigenvalues=True"),
+        ({"gate_rank": 0}, "has one head size; .* gate_rank=0"),
         ({"value_dim": 16}, "one head size; config.model has key_dim=8, value_dim=16"),
         ({"pattern": MIXED.pattern}, "no layer like 'attention'"),
+        ({"ffn": "experts", "shared_experts": 0}, "at least one shared expert"),
     ],
 )
 def test_a_model_that_the_format_lacks_is_refused(tmp_path, change, text):
@@ -170,15 +193,20 @@ def test_a_bias_that_we_lack_must_be_zero(tmp_path):
     [
         ("kimi_linear", {"model_type": "llama"}, "model_type is 'llama'"),
         ("kimi_linear", {"hidden_size": None}, "has no 'hidden_size'"),
-        ("kimi_linear", {"mlp_layer_types": ["dense", "sparse", "sparse"]}, "experts"),
+        ("kimi_linear", {"mlp_layer_types": ["dense", "sparse", "sparse"]}, "no 'num_experts'"),
+        (
+            "kimi_linear",
+            {"mlp_layer_types": ["dense", "conv", "dense"]},
+            "mlp_layer_types with 'conv'",
+        ),
         ("kimi_linear", {"layer_types": ["linear_attention", "sliding", "x"]}, "type 'sliding'"),
         ("mla", {"q_lora_rank": 8}, "q_lora_rank=8; only None"),
         ("mla", {"num_key_value_heads": 2}, "num_key_value_heads=2; only 4"),
         ("mla", {"mla_use_nope": False}, "mla_use_nope=False; only True"),
         ("mla", {"attention_bias": True}, "attention_bias=True; only False"),
         ("kda", {"attn": {"layers": [1]}}, "config.json has attn"),
-        ("kda", {"num_v_heads": 4}, "num_v_heads=4"),
-        ("kda", {"allow_neg_eigval": True}, "allow_neg_eigval=True"),
+        ("kda", {"num_v_heads": 3}, "kda_value_heads=3: needs 0 or a multiple"),
+        ("kda", {"use_short_conv": False}, "use_short_conv=False; only True"),
     ],
 )
 def test_a_config_of_another_model_is_one_line(tmp_path, kind, change, text):
@@ -198,3 +226,19 @@ def test_a_config_that_is_none_is_one_line(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(WeightsError, match=r"config\.json"):
         read(tmp_path)
+
+
+def test_layers_are_divided_into_the_fewest_positions():
+    """Kimi Linear's 27: the first is dense; every fourth and the last have latent attention."""
+    latent, dense = {4, 8, 12, 16, 20, 24, 27}, {1}
+    layers = [
+        ("mla" if n in latent else "kda", "swiglu" if n in dense else "experts")
+        for n in range(1, 28)
+    ]
+    way = repeated(layers)
+    assert [len(way.prefix), len(way.pattern), way.repeats, len(way.suffix)] == [1, 4, 6, 2]
+    assert [*way.prefix, *way.pattern * way.repeats, *way.suffix] == layers
+    assert way.options["ffn"] == "swiglu" + ",experts" * 6
+    assert repeated(layers[1:3] * 3).options == {
+        "prefix": "", "pattern": "kda", "num_repeats": 6, "suffix": "", "ffn": "experts",
+    }  # fmt: skip

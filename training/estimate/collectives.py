@@ -10,7 +10,8 @@ from training.estimate.hlo import Instruction, Module
 from training.estimate.program import Visit, Work
 from training.estimate.topology import Generation
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
+RAGGED = "ragged-all-to-all"
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", RAGGED)
 _NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
@@ -113,6 +114,8 @@ def _bytes(inner: Instruction, visit: Visit) -> int:
     if inner.opcode.endswith("-start"):
         return max(array.bytes for array in inner.outputs)
     operands = [visit.computation.by_name.get(name) for name in inner.operands]
+    if inner.opcode == RAGGED:  # one side is as long as the tokens, the other as the room for them
+        return min(array.bytes for array in (inner, operands[0]) if array is not None)
     taken = sum(operand.bytes for operand in operands if operand is not None)
     return max(inner.bytes, taken)
 

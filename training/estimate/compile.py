@@ -210,7 +210,7 @@ def _facts(config, arguments, model, mesh, compiled, flops, seconds) -> Facts:
 
 
 def _tokens(config: ConfigDict) -> int:
-    """Tokens a step, over all devices."""
+    """Tokens per step, over all devices."""
     data = config.data
     return data.global_batch_size * data.sequence_length * config.train.tbptt_windows
 

@@ -176,7 +176,7 @@ class _Run:
 def relay_of(tree: Loop, generation: Generation, backward: bool) -> Relay:
     """The relay that a kernel's schedule holds.
 
-    The loop that sends is the walk over groups; where there is one group, it is unrolled and the
+    The loop that sends is the walk over groups; if there is one group, it is unrolled and the
     last inner loop before the send walks the group's chunks. A kernel that sends nothing is work.
     """
     group = _sender(tree)

@@ -57,7 +57,8 @@ LARGE = Check("memory and time of a step", 1, step.large_programs, step.judge_la
 CHECKS = (
     _kda("dense", Layout.ONE),
     _kda("packed", Layout.ONE),
-    _kda("float32", Layout.ONE),
+    _kda("softplus", Layout.ONE),
+    _kda("bounded", Layout.ONE),
     _kda("dense", Layout.RANKS),
     _kda("packed", Layout.RANKS),
     _kda("dense", Layout.MINOR),

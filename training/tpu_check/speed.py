@@ -1,7 +1,7 @@
-"""Checks that measure: seconds against bundles and bytes. They calibrate what `--plan` estimates.
+"""Checks that measure seconds per bundle and per byte. They calibrate the estimates of `--plan`.
 
-A measured speed that differs from the built-in one by more than a factor of `FAR` is an error of
-the measurement or of the count of bundles: the check fails and the speed is not used.
+If a measured speed differs from the built-in one by more than a factor of `FAR`, the measurement or
+the count of bundles is wrong: the check fails and the speed is not used.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from training.tpu_check.site import Layout, Program, Site
 from training.tpu_check.values import KERNELS, packed_ids
 
 FAR = 4.0
-LATE = 2.0  # measured seconds of a call of several ranks over the model's
-TIMES = 20  # exchanges of a program that measures links
+LATE = 2.0  # largest ratio of measured to modelled seconds of a call on several ranks
+TIMES = 20  # exchanges in a program that measures links
 INTERPRETED = "interpreted: no speed of a TPU"
 
 
@@ -41,14 +41,14 @@ def _compared(name: str, unit: str, scale: float, found: float, built_in: float)
 
 
 def product_programs(site: Site) -> list[Program]:
-    """A product of two square matrices in bfloat16: what `clock` is defined by."""
+    """A product of two square matrices in bfloat16, which defines `clock`."""
     size, mesh = 128 if site.small else 8192, site.mesh(Layout.ONE)
     a, b = (site.normal(mesh, (size, size), "bfloat16", P()) for _ in range(2))
     return [site.compile(lambda a, b: a @ b, a, b)]
 
 
 def judge_product(site: Site, programs: list[Program]) -> Outcome:
-    """Bundles a second, and the share of the published peak."""
+    """Bundles per second, and the share of the published peak."""
     seconds = site.seconds(programs[0])
     size = programs[0].arguments[0].shape[0]
     rate = 2 * size**3 / seconds
@@ -63,14 +63,14 @@ def judge_product(site: Site, programs: list[Program]) -> Outcome:
 
 
 def hbm_programs(site: Site) -> list[Program]:
-    """Reads and writes a gigabyte."""
+    """Reads and writes a quarter of a gigabyte: twenty results fit beside each other."""
     mesh = site.mesh(Layout.ONE)
-    x = site.normal(mesh, (2**10 if site.small else 2**18, 1024), "float32", P())
+    x = site.normal(mesh, (2**10 if site.small else 2**16, 1024), "float32", P())
     return [site.compile(lambda x: x + 1.0, x)]
 
 
 def judge_hbm(site: Site, programs: list[Program]) -> Outcome:
-    """Bytes a second."""
+    """Bytes per second."""
     moved = 2 * programs[0].arguments[0].nbytes
     speed = moved / site.seconds(programs[0])
     if site.generation is None:
@@ -105,7 +105,7 @@ def kda_call(mesh: Mesh, packed: bool) -> Callable:
 
 
 def kda_programs_of(site: Site, layout: Layout, tokens: int, packed: bool) -> Program:
-    """`kda_call` with `tokens` tokens a rank; 16 heads of 128 in bfloat16 (small: 2 of 32)."""
+    """`kda_call` with `tokens` tokens per rank; 16 heads of 128 in bfloat16 (small: 2 of 32)."""
     mesh = site.mesh(layout)
     heads, channels = (2, 32) if site.small else (16, 128)
     length = tokens * mesh.shape["context"]
@@ -149,7 +149,7 @@ def kernel_bundles(found: list[Work]) -> int:
 
 
 def stalls_of(found: list[Work], seconds: float, generation: Generation) -> float:
-    """kernel_stalls for which the estimate of a program without collectives is what it took."""
+    """The kernel_stalls for which the estimate equals the measured time (no collectives)."""
     others = sum(
         w.visit.times * seconds_of(w, generation)
         for w in found
@@ -162,7 +162,7 @@ def stalls_of(found: list[Work], seconds: float, generation: Generation) -> floa
 
 
 def link_programs(site: Site) -> list[Program]:
-    """Messages to the next rank, one after another: large ones, and small ones."""
+    """Sequential messages to the next rank: large ones, and small ones."""
     mesh = site.mesh(Layout.RANKS)
     ranks = mesh.shape["context"]
 
@@ -179,11 +179,11 @@ def link_programs(site: Site) -> list[Program]:
 
 
 def judge_links(site: Site, programs: list[Program]) -> Outcome:
-    """Bytes a second of one link and direction, and a message's latency."""
+    """Bytes per second of one link and direction, and a message's latency."""
     large, small = (site.seconds(program) / TIMES for program in programs)
     size = programs[0].arguments[0].nbytes / len(site.devices)
     if site.generation is None:
-        return Outcome.of(True, f"{1e6 * small:.0f} us a message; {INTERPRETED}")
+        return Outcome.of(True, f"{1e6 * small:.0f} us per message; {INTERPRETED}")
     speed = size / max(large - small, 1e-9)
     built_in = site.generation
     text = _compared("link", "GB/s", 1e-9, speed, built_in.link_bytes_a_second)
@@ -193,7 +193,7 @@ def judge_links(site: Site, programs: list[Program]) -> Outcome:
 
 
 def waiting_programs(site: Site) -> list[Program]:
-    """The same tokens a rank on one device and on all of them; and a program that does nothing."""
+    """The same tokens per rank on one device and on all devices; and an empty program."""
     tokens, mesh = 64 if site.small else 2048, site.mesh(Layout.RANKS)
     calls = [kda_programs_of(site, layout, tokens, False) for layout in (Layout.ONE, Layout.RANKS)]
     nothing = site.normal(mesh, (mesh.size * 8, 128), "float32", P("context"))
@@ -201,8 +201,8 @@ def waiting_programs(site: Site) -> list[Program]:
 
 
 def judge_waiting(site: Site, programs: list[Program]) -> Outcome:
-    """Seconds of one call of all ranks against the timeline's, whose speed of kernels is measured
-    on one device. A call is waited for, so that ranks cannot run ahead into the next one."""
+    """Seconds of one call on all ranks against the timeline's, with the kernels' speed measured on
+    one device. Each call is waited for, so that ranks cannot run ahead into the next one."""
     alone, ranks, dispatch = (site.latency(program) for program in programs)
     alone, ranks = alone - dispatch, ranks - dispatch
     if site.generation is None:

@@ -60,29 +60,30 @@ def packed_ids(rows: int, length: int) -> np.ndarray:
 
 @functools.cache
 def kda_case(name: str, ranks: int, small: bool) -> kda_cases.Case:
-    """dense: one segment, given start and final state. packed: every segment's states; some start
-    from given ones. float32: the precise products, the other gate, and residuals saved."""
-    channels, heads, tokens = (32, 2, 64) if small else (128, 4, 256)
+    """A call by name.
+
+    dense: bfloat16, one segment, given start and final state. packed: bfloat16, start states of
+    some segments, final ones of all. softplus, bounded: float32, with the gate's parameters, whose
+    gradients are sums that cancel, and residuals rebuilt or saved.
+    """
+    channels, heads, tokens = (64, 2, 64) if small else (128, 4, 256)
     sizes = {"keys": channels, "values": channels, "heads": heads}
     rows = 1 if small else 2
-    if name == "packed":
-        ids = packed_ids(rows, ranks * tokens)
-        return kda_cases.with_narrow_decay(
-            kda_cases.make_case(
-                ids, **sizes, dtype="bfloat16", gate="softplus", slots=2, start=True,
-                final="all", max_segments=int(max(len(np.unique(row)) for row in ids)),
-            )
-        )  # fmt: skip
     ids = np.ones((rows, ranks * tokens), np.int32)
-    if name == "float32":
+    if name in ("softplus", "bounded"):
+        policy = "remat" if name == "softplus" else "save"
         return kda_cases.make_case(
-            ids, **sizes, gate="bounded", slots=1, final="last", state_policy="save"
+            ids, **sizes, gate=name, slots=1, final="last", state_policy=policy
         )
-    return kda_cases.with_narrow_decay(
-        kda_cases.make_case(
-            ids, **sizes, dtype="bfloat16", gate="softplus", slots=1, final="last"
-        )
-    )  # fmt: skip
+    if name == "dense":
+        case = kda_cases.make_case(ids, **sizes, dtype="bfloat16", slots=1, final="last")
+    else:
+        ids = packed_ids(rows, ranks * tokens)
+        case = kda_cases.make_case(
+            ids, **sizes, dtype="bfloat16", slots=2, start=True, final="all",
+            max_segments=int(ids.max()),
+        )  # fmt: skip
+    return kda_cases.with_narrow_decay(case)
 
 
 def kda_programs(name: str, layout: Layout, site: Site) -> list[Program]:
@@ -111,7 +112,7 @@ def judge_kda(name: str, layout: Layout, site: Site, programs: list[Program]) ->
     """Compares with the float64 recurrence; on a TPU, repeated calls must be bit-identical."""
     found = kda_cases.numbers(*site.run(programs[0]))
     reference = _kda_oracle(name, site.mesh(layout).shape["context"], site.small)
-    bounds = KDA_BOUNDS_FLOAT32 if name == "float32" else KDA_BOUNDS_BFLOAT16
+    bounds = KDA_BOUNDS_BFLOAT16 if name in ("dense", "packed") else KDA_BOUNDS_FLOAT32
     errors = kda_cases.errors(found, reference)
     passed, text = worst(errors, kda_cases.limits(errors, bounds))
     return _repeated(site, programs[0], passed, text)
