@@ -1,11 +1,11 @@
-"""What carrying the state across rows buys on documents longer than a row, and what it costs.
+"""Gain and cost of carrying the state across rows, on documents longer than a row.
 
     python benchmarks/carry.py [--config.train.steps=300 ...]
 
 The main config is trained twice from one seed on the same batches, with config.model.carry on and
-off. Both models then read the same validation documents; bits per byte are told apart by whether a
-byte is in its document's first row of tokens or beyond it. The two compiled steps are timed in
-turns.
+off. Both models then read the same validation documents; bits per byte are reported separately for
+bytes in the first row of their document and beyond it. The two compiled steps are timed
+alternately.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ def main() -> None:
 
 @dataclasses.dataclass
 class Trained:
-    """A model after its training, with what is still to be asked of it."""
+    """A trained model, and what is still to be measured with it."""
 
     job: object  # training.loop.TrainLoop
     batch: object  # one training batch
@@ -79,7 +79,7 @@ def trained_model(config, carry: bool, signals: Signals) -> Trained:
         state = init_state(
             parts.model,
             parts.mesh,
-            parts.optimizer,
+            parts.make_optimizer(parts.tunables),
             data.global_batch_size,
             options.spike_window,
             options.seed,
@@ -98,12 +98,12 @@ def trained_model(config, carry: bool, signals: Signals) -> Trained:
         }.items()
     }
     parts.loader.close()
-    peak = compiled_peak_bytes(job.step)
+    peak = compiled_peak_bytes(job.step.compiled)
     return Trained(job, batch, bits, peak, carried)
 
 
 class Masked:
-    """Batches of which only some targets count, chosen by their positions in their documents."""
+    """Batches in which only some targets count, chosen by their positions in their documents."""
 
     def __init__(self, batches, keep):
         self._batches, self._keep, self.ready = batches, keep, batches.ready

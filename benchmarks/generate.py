@@ -1,6 +1,7 @@
 """Generation on CPU: tokens per second and memory after contexts of different lengths.
 
-    python -m benchmarks.generate [--contexts 1024 8192 65536] [--tokens 64] [--rows 1]
+    python -m benchmarks.generate [--contexts 1024 8192 65536] [--models KDA]
+        [--tokens 64] [--rows 1]
 
 The main config's sizes (configs/kda_cp4.py), pure KDA and a hybrid of three KDA layers and one MLA
 layer whose attention sees the whole context, with random parameters in float32. Seconds per token
@@ -11,6 +12,7 @@ compiled step of one token needs in addition to its parameters (arguments, resul
 import argparse
 import dataclasses
 import datetime
+import functools
 import os
 import platform
 import statistics
@@ -19,10 +21,10 @@ import time
 import jax
 import numpy as np
 
-from model.axes import MESH_AXES
 from model.config import ModelConfig
 from model.generate import Generator, Sampling
 from model.params import init_params
+from training.mesh import arrange
 
 KDA = ModelConfig(
     vocab_size=258,
@@ -44,6 +46,7 @@ def main() -> None:
     """Prints one table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 65536])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rows", type=int, default=1)
     flags = parser.parse_args()
@@ -55,17 +58,30 @@ def main() -> None:
         "| model | context | prefill tokens/s | decode tokens/s | ms/token | carry MB | step MB |"
     )
     print("|---|---|---|---|---|---|---|")
-    for name, cfg in MODELS.items():
+    for name in flags.models:
         for context in flags.contexts:
-            print(f"| {name} | {measure(cfg, context, flags.tokens, flags.rows)} |", flush=True)
+            cells = measure(MODELS[name], context, flags.tokens, flags.rows)
+            print(f"| {name} | {cells} |", flush=True)
+
+
+@functools.cache
+def make_generator(cfg: ModelConfig, memory: int) -> Generator:
+    """A generator with random parameters."""
+    mesh = arrange({}, jax.devices()[:1])
+    params = jax.jit(lambda key: init_params(cfg, key))(jax.random.key(0))
+    return Generator(params, cfg, mesh, attention_memory=memory)
+
+
+@functools.cache
+def step_bytes(cfg: ModelConfig, memory: int, rows: int) -> int:
+    """See `Generator.step_bytes`."""
+    return make_generator(cfg, memory).step_bytes(rows)
 
 
 def measure(cfg: ModelConfig, context: int, tokens: int, rows: int) -> str:
     """The cells of one row of the table."""
-    types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-    mesh = jax.make_mesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=types)
-    params = jax.jit(lambda key: init_params(cfg, key))(jax.random.key(0))
-    generator = Generator(params, cfg, mesh, attention_memory=context + tokens)
+    memory = 0 if cfg.pattern == "kda" else context + tokens  # KDA reads no attention_memory
+    generator = make_generator(cfg, memory)
     random = np.random.default_rng(0)
     prompts = [random.integers(0, cfg.vocab_size, context).astype(np.int32) for _ in range(rows)]
     jax.block_until_ready(generator.prefill([prompt[:1024] for prompt in prompts]))  # compiles
@@ -79,7 +95,7 @@ def measure(cfg: ModelConfig, context: int, tokens: int, rows: int) -> str:
     step = statistics.median(np.diff(times)[2:])
     return (
         f"{context:,} | {prefill:,.0f} | {rows / step:,.0f} | {1e3 * step:.2f} | {carry / MB:.2f} "
-        f"| {generator.step_bytes(rows) / MB:.2f}"
+        f"| {step_bytes(cfg, memory, rows) / MB:.2f}"
     )
 
 

@@ -8,6 +8,7 @@ bf16 q, k, v, decay (given form), float32 beta, K = V = 128, a cotangent of ones
     cp4      H 8, B 2, context 4, one segment, T tokens over all ranks
     one      H 32, B 1, one device, one segment
     packed   the same with 25 documents in the row
+    start    cp4, where every document starts from a given state
 
 Peak memory is the compiler's, per device, in decimal MB; bundles are those that one device issues
 (see estimate/bundles.py). Compiling needs no TPU: each case compiles in a separate process for an
@@ -36,12 +37,14 @@ class Case(NamedTuple):
     rows: int
     ranks: int
     documents: int
+    start: bool = False
 
 
 CASES = {
     "cp4": Case(8, 2, 4, 1),
     "one": Case(32, 1, 1, 1),
     "packed": Case(32, 1, 1, DOCUMENTS),
+    "start": Case(8, 2, 4, 1, start=True),
 }
 TABLE = [
     ("cp4", 512, "tpu7x:2x2x1"),
@@ -100,12 +103,16 @@ def build(case: Case, tokens: int, devices, library: str, which: str):
 
 
 def _attend_ours(case, mesh, q, k, v, decay, beta, ids):
+    import jax.numpy as jnp
+
     from kernels.kda import kda
     from kernels.segments import plan_segments
 
     segments = None if ids is None else plan_segments(ids, "context", DOCUMENTS)
     axis = "context" if case.ranks > 1 else None
-    return kda(q, k, v, decay, beta, segments, axis_name=axis, implementation="mosaic_tpu")[0]
+    start = jnp.zeros((case.heads, CHANNELS, CHANNELS)) if case.start else None
+    options = {"axis_name": axis, "implementation": "mosaic_tpu", "default_initial_state": start}
+    return kda(q, k, v, decay, beta, segments, **options)[0]
 
 
 def _attend_tokamax(case, mesh, q, k, v, decay, beta, ids):

@@ -2,6 +2,7 @@
 
     python -m benchmarks.plans                     all tables into docs/measurements.md
     python -m benchmarks.plans --only kda_1b       one config's row, there
+    python -m benchmarks.plans --remat             the table of remat policies, there
     python -m benchmarks.plans --calibration       the table of errors, printed
 
 Every row compiles a whole training step for a topology that may be absent; this takes half an hour
@@ -18,6 +19,7 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from errors import UserError
+from model.remat import POLICIES
 from training.estimate.compile import TooLarge
 from training.estimate.plan import Plan, make_plan
 from training.estimate.topology import GENERATIONS, Topology
@@ -26,20 +28,44 @@ DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "measurements.md"
 TOPOLOGIES = {
     "smoke": "v6e:1x1",
     "kda_cp4": "v6e:2x2",
+    "ledger": "v6e:1x1",
+    "experts": "v6e:1x2",
     "kda_400m": "v6e:2x2",
     "hybrid_400m": "v6e:4x4",
     "kda_1b": "v6e:4x4",
     "hybrid_1b": "v6e:4x4",
     "kda_7b": "tpu7x:4x4x4",
     "hybrid_7b": "tpu7x:4x8x8",
+    "kimi_linear_48b": "tpu7x:4x4x4",
 }
-PLAN_HEAD = (
-    "| config | topology | mesh | parameters | rows x tokens | GB per device | fits | "
-    "estimated ms per step | estimated MFU | compile s | date |",
-    "|" + "---|" * 11,
-)
-REMAT = ("none", "dots", "full")
-REMAT_CONFIG = "kda_400m"
+REMAT_CONFIG, REMAT_TOKENS = "kda_cp4", 65_536  # rows so long that activations weigh
+
+
+class Table(NamedTuple):
+    """A table of docs/measurements.md whose rows are written one at a time."""
+
+    head: tuple[str, str]
+    order: tuple[str, ...]  # of the first cells
+
+
+TABLES = {
+    "plans": Table(
+        (
+            "| config | topology | mesh | parameters | rows x tokens | GB per device | fits | "
+            "estimated ms per step | estimated MFU | compile s | date |",
+            "|" + "---|" * 11,
+        ),
+        tuple(TOPOLOGIES),
+    ),
+    "remat": Table(
+        (
+            "| remat | MB per device | saved activations MB | on the host MB | "
+            "hardware FLOPs per step | over the model's | estimated ms per step | date |",
+            "|" + "---|" * 8,
+        ),
+        tuple(POLICIES),
+    ),
+}
 
 
 class Published(NamedTuple):
@@ -89,34 +115,33 @@ def fits(plan: Plan) -> str:
     return f"yes, {left:.1f} GB free" if plan.fits else f"no, {-left:.1f} GB too much"
 
 
-def with_row(text: str, row: str) -> str:
-    """The document with a config's row of the table of plans replaced or added."""
-    begin, end = marks("plans")
-    table = text.partition(begin)[2].partition(end)[0]
-    rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line[:1] == "|"}
+def with_row(text: str, name: str, row: str) -> str:
+    """The document with one row of a table replaced or added; its first cell is its name."""
+    table = TABLES[name]
+    begin, end = marks(name)
+    lines = text.partition(begin)[2].partition(end)[0].splitlines()
+    rows = {line.split("|")[1].strip(): line for line in lines if line[:1] == "|"}
     rows[row.split("|")[1].strip()] = row
-    order = [name for name in TOPOLOGIES if name in rows]
-    return replace_section(text, "plans", iter([*PLAN_HEAD, *(rows[name] for name in order)]))
+    kept = [rows[first] for first in table.order if first in rows]
+    return replace_section(text, name, iter([*table.head, *kept]))
 
 
-def remat_table() -> Iterator[str]:
-    """Memory and recomputation of each policy, for one config."""
-    yield "| remat | GB per device | peak live | saved activations GB | hardware / model FLOPs |"
-    yield "|" + "---|" * 5
-    for policy in REMAT:
-        config = config_of(REMAT_CONFIG)
-        config.model.remat = policy
-        try:
-            plan = make_plan(config, Topology.parse(TOPOLOGIES[REMAT_CONFIG]))
-        except TooLarge as error:
-            yield f"| {policy} | {error} | | | |"
-            continue
-        facts = plan.facts
-        yield (
-            f"| {policy} | {facts.needed / 1e9:.2f} | {facts.live / 1e9:.2f} | "
-            f"{plan.memory.saved_activations / 1e9:.2f} | "
-            f"{facts.hardware_flops / facts.model_flops:.2f} |"
-        )
+def remat_row(policy: str) -> str:
+    """Memory and recomputation of one policy, for one config."""
+    config = config_of(REMAT_CONFIG)
+    config.model.remat = policy
+    config.data.sequence_length = REMAT_TOKENS
+    try:
+        plan = make_plan(config, Topology.parse(TOPOLOGIES[REMAT_CONFIG]))
+    except TooLarge as error:
+        return f"| {policy} | {error} | | | | | | {today()} |"
+    facts = plan.facts
+    return (
+        f"| {policy} | {facts.needed / 1e6:.2f} | {plan.memory.saved_activations / 1e6:.2f} | "
+        f"{facts.host / 1e6:.2f} | {facts.hardware_flops:.3e} | "
+        f"{facts.hardware_flops / facts.model_flops:.2f} | {1e3 * plan.time.total:,.4g} | "
+        f"{today()} |"
+    )
 
 
 def calibration_table() -> Iterator[str]:
@@ -150,21 +175,27 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=TOPOLOGIES)
+    parser.add_argument("--remat", action="store_true")
     parser.add_argument("--calibration", action="store_true")
     args = parser.parse_args()
     if args.calibration:
         print("\n".join(calibration_table()))
         return
-    for name in [args.only] if args.only else TOPOLOGIES:
-        row = plan_row(name, TOPOLOGIES[name])
-        print(row, flush=True)
-        DOCUMENT.write_text(with_row(DOCUMENT.read_text(), row))
-    if args.only:
-        return
-    dated = f"`python -m benchmarks.plans`, {today()}"
-    for name, lines in {"calibration": calibration_table(), "remat": remat_table()}.items():
-        text = replace_section(DOCUMENT.read_text(), name, iter([dated, "", *lines]))
-        DOCUMENT.write_text(text)
+    if not args.remat:
+        for name in [args.only] if args.only else TOPOLOGIES:
+            keep("plans", plan_row(name, TOPOLOGIES[name]))
+    if not args.only:
+        for policy in POLICIES:
+            keep("remat", remat_row(policy))
+    if not (args.only or args.remat):
+        lines = [f"`python -m benchmarks.plans`, {today()}", "", *calibration_table()]
+        DOCUMENT.write_text(replace_section(DOCUMENT.read_text(), "calibration", iter(lines)))
+
+
+def keep(table: str, row: str) -> None:
+    """Prints a row and writes it into its table at once."""
+    print(row, flush=True)
+    DOCUMENT.write_text(with_row(DOCUMENT.read_text(), table, row))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """The short convolution on TPU, forward + VJP: our kernels beside XLA's code for jax.numpy.
 
-    python -m benchmarks.short_conv_tpu
+    python -m benchmarks.short_conv_tpu [--topology v5p:2x2x1]
 
 One of q, k and v: bf16, B 1, 4 taps, 16 heads of 128, T 8192 over a context axis of 4, silu,
-segment ids and a tail given; compiled for tpu7x:2x2x1, which need not be here. Peak memory of one
-device in decimal MB; bundles as estimate/bundles.py reads them. XLA's own loops count once: what
+segment ids and a tail given; compiled for a topology that need not be here, by default
+tpu7x:2x2x1. Peak memory of one device in decimal MB; bundles as estimate/bundles.py reads them.
+XLA's own loops count once: what
 it says of "chunked", whose weight gradient is a loop, is a lower bound.
 """
 
@@ -63,23 +64,26 @@ def build(devices, implementation: str | None, sizes=SHAPE, heads=HEADS, dtype: 
     return jax.jit(function), (x, weight, tail, ids, (y, tail))
 
 
-def compile_here(implementation: str) -> float:
+def compile_here(implementation: str, topology: str) -> float:
     """Peak MB; this process's environment says where schedules go."""
     from jax.experimental import topologies
 
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY).devices
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     function, arguments = build(devices, implementation)
     compiled = function.lower(*arguments).compile()
     return compiled.memory_analysis().peak_memory_in_bytes / 1e6
 
 
-def measure(implementation: str) -> str:
+def measure(implementation: str, topology: str) -> str:
     """A line of the table, compiled in a separate process."""
     from training.estimate import bundles
 
     with tempfile.TemporaryDirectory(prefix="short_conv_tpu_") as dump:
         child = subprocess.run(
-            [sys.executable, "-m", "benchmarks.short_conv_tpu", "--child", implementation],
+            [
+                *(sys.executable, "-m", "benchmarks.short_conv_tpu"),
+                *("--child", implementation, "--topology", topology),
+            ],
             env=os.environ | bundles.compiler_environment(dump),
             stdout=subprocess.PIPE,
             text=True,
@@ -98,12 +102,13 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    child = parser.parse_args().child
-    if child:
-        print(json.dumps(compile_here(child)))
+    parser.add_argument("--topology", default=TOPOLOGY, help="as libtpu names it")
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(compile_here(args.child, args.topology)))
         return
     for implementation in ("mosaic_tpu", "chunked"):
-        print(measure(implementation), flush=True)
+        print(measure(implementation, args.topology), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How fast a whole training step is, and what the loop around it costs.
+"""Speed of a whole training step, and the cost of the loop around it.
 
     python benchmarks/train_step.py [--config.group.option=value ...]
 
@@ -31,7 +31,7 @@ SIZE = 1024  # of the matrices whose product measures the machine
 
 
 def get_config():
-    """What is measured; also a config file for train.py."""
+    """The measured config; this file is also a config file for train.py."""
     config = base.get_config()
     with config.unlocked():
         config.mesh.data = 2  # a CPU device for each of two cores
@@ -42,7 +42,7 @@ def get_config():
         config.model.d_ff = 768
         config.model.remat = "none"
         config.model.kda_state_policy = "save"
-        config.model.scan_layers = False  # on CPU what a scan stacks and cuts costs a sixth
+        config.model.scan_layers = False  # on CPU a scan's stacking and slicing costs a sixth
         config.eval.every = 0
         config.checkpoint.every = 0
     return config
@@ -81,7 +81,7 @@ def measure(config, workdir: str, signals: Signals) -> list[tuple[str, str]]:
     state = init_state(
         parts.model,
         parts.mesh,
-        parts.optimizer,
+        parts.make_optimizer(parts.tunables),
         data.global_batch_size,
         config.train.spike_window,
         0,
@@ -135,11 +135,11 @@ def bare_steps(job, batch):
 
 
 def loop_steps(job, turn: int):
-    """What the trainer's own loop reports of so many steps."""
+    """The values that the trainer's own loop reports."""
 
     reports = []
     job.start = turn * STEPS
-    job.plan = dataclasses.replace(job.plan, steps=job.start + STEPS)
+    job.cadence = dataclasses.replace(job.cadence, steps=job.start + STEPS)
     write = type(job.writers).write
 
     def keep(step, values):

@@ -8,7 +8,7 @@ in a bucket has a lease.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -159,13 +159,17 @@ class Manager:
         self._on_whole(step)
         self._remove_old()
 
-    def restore_latest(self, target: Target, damaged: str) -> Restored | None:
+    def restore_latest(
+        self, target: Target, damaged: str, only: Collection[str] | None = None
+    ) -> Restored | None:
         """Restores the newest complete step; returns None if there are no steps.
 
         Args:
             target: maps the metadata of a step to the arrays to read, with shardings; raises to
                 refuse the step.
             damaged: what to do with a step whose content has changed, "stop" or "skip".
+            only: names of the arrays to read of those of `target`, which are all compared with the
+                step's. None: all.
 
         Raises:
             CheckpointError: no step is complete, the format is unknown, the arrays are of another
@@ -175,7 +179,7 @@ class Manager:
         steps = self.steps()
         for older, step in zip([None, *steps][-2::-1], reversed(steps)):
             try:
-                return self.restore(step, target)
+                return self.restore(step, target, only)
             except IncompleteError as error:
                 text = str(error)
             except DamagedError as error:
@@ -191,12 +195,14 @@ class Manager:
             )
         return None
 
-    def restore(self, step: int, target: Target) -> Restored:
-        """Verifies and restores one step. See `restore_latest` for `target` and the errors."""
+    def restore(self, step: int, target: Target, only: Collection[str] | None = None) -> Restored:
+        """Verifies and restores one step. See `restore_latest` for arguments and errors."""
         record = self._store.shared_record(step)
         wanted = target(record["metadata"])
         compare_trees(self._store.place(step), record["tree"], describe(wanted))
         self._store.verify(step, record)
+        if only is not None:
+            wanted = {name: wanted[name] for name in only}
         arrays = self._store.read(step, record, wanted)
         self._on_whole(step)
         return Restored(step, arrays, record["metadata"])

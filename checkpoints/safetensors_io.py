@@ -195,7 +195,7 @@ class Writer:
         if self._file is None:
             self._file = open(self._path(self._shard) + ".part", "wb")  # noqa: SIM115
             self._file.write(_header_bytes(specs))
-        self._file.write(np.ascontiguousarray(array, spec.dtype).tobytes())
+        self._file.write(np.ascontiguousarray(array, spec.dtype).view(np.uint8).data)
         self._place += 1
         if self._place == len(specs):
             self._file.close()

@@ -7,29 +7,15 @@
 Memory, estimated step time and compile time: docs/measurements.md, "Plans of the shipped configs".
 """
 
-from configs import base
+from configs.sizes import sized
 
 
 def get_config():
     """20 layers of width 2048; a step takes 4 rows of 32768 tokens."""
-    config = base.get_config()
-    with config.unlocked():
-        config.mesh.fsdp = 4
-        config.mesh.context = 4
-        config.train.steps = 100_000
-        config.data.global_batch_size = 4
-        config.data.sequence_length = 32768
-        config.model.vocab_size = 32768
-        config.model.d_model = 2048
-        config.model.pattern = "kda,kda,kda,attention"
-        config.model.num_repeats = 5
-        config.model.d_ff = 5632
-        config.model.kda_heads = 16
-        config.model.attention_heads = 16
-        config.model.attention_kv_heads = 4
-        config.optimizer.learning_rate = 6e-4
-        config.optimizer.warmup_steps = 2000
-        config.eval.every = 2000
-        config.eval.batches = 16
-        config.checkpoint.every = 1000
-    return config
+    return sized(
+        "1b",
+        hybrid=True,
+        fsdp=4,
+        context=4,
+        sequence_length=32_768,
+    )

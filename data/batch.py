@@ -29,7 +29,8 @@ class Batch(NamedTuple):
     # "stream" packing it continues in the next row. 0 at padding. None unless the loader was asked
     # for positions, so that a model that does not read them does not transfer them.
     positions: Any | None
-    # float32 [W, B, T]. 1 where the target is a token of the same document, else 0.
+    # float32 [W, B, T]. 1 where the target is a token of the same document and the loss counts it,
+    # else 0.
     loss_weights: Any
     # int32 [W, B, T]. UTF-8 bytes of the target's text; 0 for begin and end ids and wherever the
     # weight is 0. Bits per byte = sum of losses in nats / ln 2 / sum(target_bytes).

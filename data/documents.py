@@ -1,8 +1,9 @@
 """Document sources, selected by config.data.source, and the split into training and evaluation.
 
 A source is a random-access sequence of documents as bytes: the running Python's standard library,
-text files, JSONL, Parquet or ArrayRecord. Opening a source lists files, samples their content and,
-for JSONL, finds where lines start. Texts are read on access.
+text files, JSONL, Parquet or ArrayRecord, or documents that a task generates. Opening a source
+lists files, samples their content and, for JSONL, finds where lines start. Texts are read on
+access.
 """
 
 import hashlib
@@ -15,9 +16,12 @@ import numpy as np
 from data.files import Files, list_files
 from data.options import DataConfig
 from data.readers.array_record import ArrayRecordReader
+from data.readers.forms import form_of
 from data.readers.jsonl import JsonLinesReader
 from data.readers.reader import Document, Reader
 from data.readers.text import CutFileReader, FileReader
+from data.tasks.registry import TASKS
+from data.tasks.task import TaskReader
 from errors import DataError, TrainerError, UserError
 
 SPLITS = ("train", "eval")
@@ -37,7 +41,7 @@ class DocumentSource:
         self.described = described
         self.sizes = reader.sizes[records]
         # The first covers all records of both splits, the second those of this split.
-        self.fingerprint = f"{len(reader):,} documents {reader.files.fingerprint()}"
+        self.fingerprint = f"{len(reader):,} documents {reader.fingerprint()}"
         digest = hashlib.sha256(records.astype(np.int64).tobytes()).hexdigest()[:16]
         self.split_fingerprint = f"{len(records):,} documents {digest}"
 
@@ -74,7 +78,8 @@ def open_source(config: DataConfig, split: str) -> DocumentSource:
     records = np.arange(len(reader))
     if not config.eval_path:
         records = _split(reader, config, split)
-    source = DocumentSource(reader, records, option, path or "the standard library")
+    default = "the standard library" if config.source == "stdlib" else config.source
+    source = DocumentSource(reader, records, option, path or default)
     # Sizes may be those of lines or records. Training detects a lack of text while it reads, but an
     # evaluation without text would report a loss of 0.
     empty = split == "eval" and not any(len(source[i].text) for i in range(len(source)))
@@ -110,10 +115,13 @@ _readers: weakref.WeakValueDictionary[object, Reader] = weakref.WeakValueDiction
 
 
 def _open_reader(config: DataConfig, option: str, path: str) -> Reader:
+    if write := TASKS.get(config.source):
+        length, count = config.task_length, config.task_documents
+        return TaskReader(write, length=length, count=count, seed=config.task_seed)
     files = _files(config, option, path)
     # A single text file is cut for training; unless there is an eval_path, its end is held out.
     held_out = 0.0 if config.eval_path else config.eval_fraction
-    key = config.source, config.field, option, held_out, Files(files).key()
+    key = config.source, config.field, config.loss_on, option, held_out, Files(files).key()
     reader = _readers.get(key)
     if reader is None:
         reader = _readers[key] = _make_reader(config, option, path, files, held_out)
@@ -134,7 +142,7 @@ def _make_reader(
             return CutFileReader(files[0], held_out)
         return FileReader(path if os.path.isdir(path) else os.path.dirname(path), files)
     if config.source == "jsonl":
-        return JsonLinesReader(files, config.field)
+        return JsonLinesReader(files, form_of(config.loss_on, config.field))
     if config.source == "parquet":
         from data.readers.parquet import ParquetReader  # slow to import and needed by few
 

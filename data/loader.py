@@ -6,7 +6,6 @@ context axis crosses processes) read the same documents, and each places its own
 
 import hashlib
 import json
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Self
@@ -18,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.assignment import DocumentAssigner, Position, SavedAssignment
 from data.batch import Batch
+from data.checks import ROWS, check_documents, check_mesh
 from data.documents import DocumentSource, open_source
 from data.identity import (
     Identity,
@@ -27,7 +27,8 @@ from data.identity import (
     other_documents,
     why_not_continue,
 )
-from data.options import DataConfig, check
+from data.mixture import Mixture
+from data.options import DataConfig, check, mixture_weights, parts_of
 from data.packing import RECORD_SIZE, Record
 from data.pipeline import Batches, HostBatch, count_batches
 from data.prefetch import Prefetcher
@@ -36,16 +37,17 @@ from data.tokenizer import Tokenizer, make_tokenizer
 from data.totals import broken_warning, sum_counts, summary
 from errors import UserError
 
-ROWS = ("data", "fsdp", "expert")  # mesh axes
 # Evaluation does not shuffle documents, but a seed still breaks ties between streams.
 _EVAL_SEED = 0
 _NO_LIMIT = 1 << 40
+# Between the seeds of a mixture's sources: equal ones would shuffle equal numbers alike.
+_SEEDS_APART = 1_000_003
 # Index of a record's count of tokens; its count of padding follows.
 _MADE = RECORD_SIZE - 2
 _VERSION = 2
 _WAIT_SECONDS = 1.0
-# Batches whose making several processes await before a step, so that all hear of an error in time:
-# a process votes with step N, and the vote is read after step N + 1 has been dispatched.
+# Batches that several processes wait for before a step, so that all learn of an error in time: a
+# process votes with step N, and the vote is read after step N + 1 has been dispatched.
 LOOK_AHEAD = 2
 
 
@@ -78,12 +80,13 @@ def make_loader(
     """
     check(config)
     tokenizer = make_tokenizer(config.tokenizer, config.bos_token, config.eos_token)
-    source = open_source(config, split)
-    _check_mesh(config, mesh)
+    sources = tuple(open_source(part, split) for part in parts_of(config))
+    check_mesh(config, mesh.shape)
     if split == "train":
-        _check_documents(config, source, mesh)
+        for source in sources:
+            check_documents(config, source, mesh.shape)
     loader = Loader(
-        source,
+        sources,
         tokenizer,
         config,
         split,
@@ -96,40 +99,6 @@ def make_loader(
     )
     loader.check_processes()
     return loader
-
-
-def _check_mesh(config: DataConfig, mesh: Mesh) -> None:
-    shards = math.prod(mesh.shape[axis] for axis in ROWS)
-    for name, given, parts, axes in (
-        ("global_batch_size", config.global_batch_size, shards, "mesh.data * fsdp * expert"),
-        ("sequence_length", config.sequence_length, mesh.shape["context"], "mesh.context"),
-    ):
-        if given % parts:
-            near = sorted({max(given // parts, 1) * parts, (given // parts + 1) * parts})
-            raise UserError(
-                f"config.data.{name}={given}: needs a multiple of {axes} = {parts}, such as "
-                + " or ".join(str(value) for value in near)
-            )
-
-
-def _check_documents(config: DataConfig, source: DocumentSource, mesh: Mesh) -> None:
-    """Refuses endless training with fewer documents than streams.
-
-    Streams without documents would continue with the next epoch immediately, so all streams would
-    soon read the same texts in lockstep. With a number of epochs they end, and are padded.
-    """
-    found = int(np.count_nonzero(source.sizes))
-    if config.epochs or found >= config.global_batch_size:
-        return
-    shards = math.prod(mesh.shape[axis] for axis in ROWS)
-    fewer = found // shards * shards
-    raise UserError(
-        f"config.data.global_batch_size={config.global_batch_size}: needs at least as many "
-        "training documents, or rows would read the same text at the same steps; there "
-        f"{'is' if found == 1 else 'are'} {found}; "
-        + (f"try --config.data.global_batch_size={fewer}, or cut" if fewer else "cut")
-        + f" {'it' if found == 1 else 'them'} into more documents"
-    )
 
 
 class _Placed(NamedTuple):
@@ -149,7 +118,7 @@ class Loader:
 
     def __init__(
         self,
-        source: DocumentSource,
+        sources: tuple[DocumentSource, ...],
         tokenizer: Tokenizer,
         config: DataConfig,
         split: str,
@@ -161,7 +130,7 @@ class Loader:
         positions: bool,
         log: Callable[[str], None],
     ):
-        self.source = source
+        self.sources = sources
         self.tokenizer = tokenizer
         self._config = config
         self._split = split
@@ -176,31 +145,41 @@ class Loader:
         self._rows = rows_here(self._flags_sharding, config.global_batch_size)
         self._batches_out = 0
         self._previous: SavedAssignment | None = None  # if the batch size or seed has changed
-        self._corpus = self._assign()
+        self._mixture = self._assign()
         # Of all rows; up to date only for the rows of this host.
-        self._records = _start(config.global_batch_size)
+        self._records = self._start()
         self._total: int | None = None
         self._running: list[_Running] = []  # the pipeline, or empty
         self._ahead: list[_Placed] = []  # the batch that has_more looked at, or empty
         # Also at exit: the thread must not place arrays while JAX shuts down.
         weakref.finalize(self, _close, self._running)
 
-    def _assign(self) -> Corpus:
+    def _assign(self) -> Mixture:
+        corpora = [self._corpus(number) for number in range(len(self.sources))]
+        return Mixture(tuple(corpora), mixture_weights(self._config))
+
+    def _corpus(self, number: int) -> Corpus:
         train = self._split == "train"
         assigner = DocumentAssigner(
-            self.source.sizes,
+            self.sources[number].sizes,
             streams=self._config.global_batch_size,
-            seed=self._seed,
+            seed=self._seed + number * _SEEDS_APART,
             epochs=self._config.epochs if train else 1,
             shuffle=train,
             previous=self._previous,
         )
-        return Corpus(self.source, self.tokenizer, assigner, self._config.sequence_length)
+        length = self._config.sequence_length
+        return Corpus(self.sources[number], self.tokenizer, assigner, length)
+
+    def _start(self) -> np.ndarray:
+        """[rows, sources * RECORD_SIZE]: the beginning of every stream."""
+        record = Record().to_ints() * len(self.sources)
+        return np.asarray([record] * self._config.global_batch_size, np.int64)
 
     def __iter__(self) -> Iterator[Batch]:
         if self._split == "eval":
             total = self._total  # the count of a whole pass stays valid
-            self._move_to(_start(self._config.global_batch_size), 0)
+            self._move_to(self._start(), 0)
             self._total = total
         return self
 
@@ -239,7 +218,9 @@ class Loader:
         if over:
             # This batch is not handed out. The documents skipped at its end are counted; its
             # padding is not.
-            self._records[:, :_MADE] = placed.records[:, :_MADE]
+            of_sources = (len(self._records), len(self.sources), RECORD_SIZE)
+            met = placed.records.reshape(of_sources)[..., :_MADE]
+            self._records.reshape(of_sources)[..., :_MADE] = met
         return not over
 
     def error_ahead(self, timeout: float) -> tuple[bool, BaseException | None]:
@@ -266,7 +247,7 @@ class Loader:
             return self._max_batches
         if self._total is None:
             self._total = self._batches_out + count_batches(
-                self._corpus,
+                self._mixture,
                 self._config,
                 self._records,
                 windows=self._windows,
@@ -281,7 +262,7 @@ class Loader:
         """
         if not self._running:
             made = Batches(
-                self._corpus,
+                self._mixture,
                 self._config,
                 rows=self._rows,
                 records=self._records[self._rows],
@@ -332,7 +313,7 @@ class Loader:
                 f"data position: version {state.get('version')!r} is unknown; this program reads "
                 f"{_VERSION}; start in a new --workdir"
             )
-        records = np.asarray(state["records"], np.int64).reshape(-1, RECORD_SIZE)
+        records = np.asarray(state["records"], np.int64)
         changed = differences(state["data"], self._identity())
         if not changed:
             self._previous = state["previous"]
@@ -354,7 +335,7 @@ class Loader:
         saved, given = state["data"], self._identity()
         if why_not := why_not_continue(saved, given):
             raise UserError(f"{changed[0]}; {why_not}")
-        start = _start(self._config.global_batch_size)
+        start = self._start()
         if other_documents(saved, given):
             self._previous = None
             self._move_to(start, state["batches"])
@@ -364,9 +345,9 @@ class Loader:
         self._previous = SavedAssignment(
             positions=positions, seed=saved["seed"], previous=state["previous"]
         )
-        self._corpus = self._assign()
+        self._mixture = self._assign()
         begin = Record(
-            Position(block=self._corpus.assigner.first_block),
+            Position(block=self._mixture.corpora[0].assigner.first_block),
             Counts(*np.sum([record.counts for record in old], axis=0)),
             tokens=sum(record.tokens for record in old),
             padding=sum(record.padding for record in old),
@@ -378,13 +359,13 @@ class Loader:
 
     def _move_to(self, records: np.ndarray, batches_out: int) -> None:
         self.close()
-        self._corpus = self._assign()
+        self._mixture = self._assign()
         self._total = None
         self._records = records
         self._batches_out = int(batches_out)
 
     def _identity(self) -> Identity:
-        return identity_of(self._config, self.source, self.tokenizer, self._seed)
+        return identity_of(self._config, self.sources, self.tokenizer, self._seed)
 
     def check_processes(self) -> None:
         """Raises UserError if processes have other documents or options than process 0."""
@@ -406,7 +387,8 @@ class Loader:
         """Logs a line, once, when many documents of this host are broken."""
         if not self._announced:
             counts = sum_counts(self._records[self._rows])
-            if line := broken_warning(self._split, counts, self.source.described):
+            described = " or ".join(source.described for source in self.sources)
+            if line := broken_warning(self._split, counts, described):
                 self._announced = True
                 self._log(line)
 
@@ -420,12 +402,28 @@ class Loader:
         """
         return sum_counts(_of_all_rows(self._records, self._rows))
 
-    def epoch(self) -> float:
-        """Passes over the documents up to the last batch, estimated from this process's rows."""
-        counts = sum_counts(self._records[self._rows])
-        share = len(self._rows) / len(self._records)
-        met = counts["documents"] + counts["empty"] + counts["broken"]
-        return met / share / max(len(self.source), 1)
+    def progress(self) -> dict[str, float]:
+        """Values to log, up to the last batch, estimated from this process's rows.
+
+        learning/epoch: passes over the documents. Of a mixture: data/epoch_N and data/share_N for
+        source N from 0 instead, the latter its share of the tokens so far.
+        """
+        part = len(self._rows) / len(self._records)
+        of_sources = (len(self._rows), len(self.sources), RECORD_SIZE)
+        records = self._records[self._rows].reshape(of_sources)
+        counts = [sum_counts(records[:, number]) for number in range(len(self.sources))]
+        epochs = [
+            (met["documents"] + met["empty"] + met["broken"]) / part / max(len(source), 1)
+            for met, source in zip(counts, self.sources)
+        ]
+        if not self._config.mixture:
+            return {"learning/epoch": epochs[0]}
+        values = {f"data/epoch_{number}": epoch for number, epoch in enumerate(epochs)}
+        total = max(sum(met["tokens"] for met in counts), 1)
+        shares = {
+            f"data/share_{number}": met["tokens"] / total for number, met in enumerate(counts)
+        }
+        return values | shares
 
     def summary(self) -> str:
         """Returns the counts in one line. All processes must call it together."""
@@ -487,10 +485,6 @@ def rows_here(flags_sharding: NamedSharding, rows: int) -> list[int]:
     return sorted({row for index in held if index for row in range(*index[1].indices(rows))})
 
 
-def _start(rows: int) -> np.ndarray:
-    return np.asarray([Record().to_ints()] * rows, np.int64)
-
-
 def _print_once(line: str) -> None:
     if jax.process_index() == 0:
         print(line, flush=True)
@@ -502,7 +496,7 @@ def _close(running: list[_Running]) -> None:
 
 
 def _of_all_rows(records: np.ndarray, rows: list[int]) -> np.ndarray:
-    """Returns [all rows, RECORD_SIZE], each row from a process that holds it."""
+    """Returns the records of all rows, each row from a process that holds it."""
     if jax.process_count() == 1:
         return records
     held = np.zeros((len(records), 1), np.int64)

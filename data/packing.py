@@ -20,6 +20,7 @@ import grain
 import numpy as np
 
 from data.assignment import Position
+from data.mixture import Mixture, MixtureReader
 from data.stream import Corpus, Counts, Piece, StreamReader
 
 # Columns of a row's table: those of a piece, then these.
@@ -28,13 +29,13 @@ COLUMNS = 6
 
 
 class Record(NamedTuple):
-    """A stream's saved position: where it continues, and what it has read and produced so far."""
+    """A stream's saved position in one source, and what it has read and produced from it so far."""
 
     position: Position = Position()
     counts: Counts = Counts()
     rows: int = 0  # "whole": of the rows filled from the position on, how many are handed out
     tokens: int = 0  # real tokens handed out
-    padding: int = 0  # padding tokens handed out
+    padding: int = 0  # padding tokens handed out; of a mixture, in its first source's record
 
     def to_ints(self) -> list[int]:
         return [*self.position, *self.counts, self.rows, self.tokens, self.padding]
@@ -54,7 +55,7 @@ class Row(NamedTuple):
 
     table: np.ndarray  # [T, 6] int32: token, target, target's bytes, weight, segment, place
     continues: bool  # whether its first segment continues the stream's previous row
-    record: Record  # of the stream, after this row
+    records: tuple[Record, ...]  # of the stream in each source, after this row
 
     @property
     def live(self) -> bool:
@@ -65,27 +66,31 @@ class Row(NamedTuple):
 class StreamPacker:
     """Packs a stream's documents into rows so that they continue from row to row."""
 
-    def __init__(self, corpus: Corpus, stream: int, record: Record):
-        self._reader = StreamReader(corpus, stream, record.position, record.counts)
-        self._length = corpus.sequence_length
-        self._record = record
+    def __init__(self, mixture: Mixture, stream: int, records: list[Record]):
+        readers = [
+            StreamReader(corpus, stream, record.position, record.counts)
+            for corpus, record in zip(mixture.corpora, records)
+        ]
+        self._reader = MixtureReader(mixture, readers, [record.tokens for record in records])
+        self._length = mixture.sequence_length
+        self._padding = records[0].padding
 
     def next_row(self) -> Row:
         """Returns the next row; only padding once the stream has ended."""
         table = np.zeros((self._length, COLUMNS), np.int32)
         filled, segment = 0, 0
-        continues = self._reader.position.place > 0
+        continues = self._reader.inside
         while filled < self._length and (piece := self._reader.take(self._length - filled)):
             segment += 1
             _write(table, filled, piece, segment)
             filled += len(piece.table)
-        self._record = Record(
-            self._reader.position,
-            self._reader.counts,
-            tokens=self._record.tokens + filled,
-            padding=self._record.padding + self._length - filled,
-        )
-        return Row(table, continues, self._record)
+        self._padding += self._length - filled
+        records = [
+            Record(reader.position, reader.counts, tokens=tokens)
+            for reader, tokens in zip(self._reader.readers, self._reader.tokens.tolist())
+        ]
+        records[0] = records[0]._replace(padding=self._padding)
+        return Row(table, continues, tuple(records))
 
 
 def _write(table: np.ndarray, start: int, piece: Piece, segment: int) -> None:
@@ -134,7 +139,7 @@ class WholePacker:
             tokens=self._record.tokens + filled,
             padding=self._record.padding + self._length - filled,
         )
-        return Row(table, False, self._record)
+        return Row(table, False, (self._record,))
 
 
 class _Pieces(grain.IterDataset):

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from data.batch import Batch
+from data.mixture import Mixture
 from data.options import DataConfig
-from data.packing import PLACE, SEGMENT, Record, Row, StreamPacker, WholePacker
-from data.stream import TARGET, TARGET_BYTES, TOKEN, WEIGHT, Corpus
+from data.packing import PLACE, RECORD_SIZE, SEGMENT, Record, Row, StreamPacker, WholePacker
+from data.stream import TARGET, TARGET_BYTES, TOKEN, WEIGHT
 from data.workers import Workers
 
 
@@ -24,7 +25,7 @@ class HostBatch(NamedTuple):
     """A batch of this host's rows, as NumPy arrays, and the positions of the streams after it."""
 
     batch: Batch
-    records: np.ndarray  # [rows here, RECORD_SIZE] int64
+    records: np.ndarray  # [rows here, sources * RECORD_SIZE] int64
     live: bool  # whether any row holds a token
 
 
@@ -32,24 +33,33 @@ class HostBatch(NamedTuple):
 class Rows:
     """Yields the next row of each of its streams in turn, endlessly; pickled to workers.
 
-    streams: (number, record as ints) of each stream.
+    streams: (number, records of all sources as ints) of each stream.
     """
 
-    corpus: Corpus
+    mixture: Mixture
     packing: str
     bins: int
     streams: list[tuple[int, list[int]]]
 
     def __call__(self) -> Iterator[Row]:
-        packers = [self._packer(stream, Record.from_ints(ints)) for stream, ints in self.streams]
+        packers = [self._packer(stream, records_of(ints)) for stream, ints in self.streams]
         while True:
             for packer in packers:
                 yield packer.next_row()
 
-    def _packer(self, stream: int, record: Record) -> StreamPacker | WholePacker:
+    def _packer(self, stream: int, records: list[Record]) -> StreamPacker | WholePacker:
         if self.packing == "stream":
-            return StreamPacker(self.corpus, stream, record)
-        return WholePacker(self.corpus, stream, record, self.bins)
+            return StreamPacker(self.mixture, stream, records)
+        (corpus,), (record,) = self.mixture.corpora, records
+        return WholePacker(corpus, stream, record, self.bins)
+
+
+def records_of(ints: list[int]) -> list[Record]:
+    """A stream's records, of each source, from the ints of all."""
+    return [
+        Record.from_ints(ints[start : start + RECORD_SIZE])
+        for start in range(0, len(ints), RECORD_SIZE)
+    ]
 
 
 class Batches:
@@ -57,13 +67,13 @@ class Batches:
 
     Args:
         rows: the global numbers of this host's rows.
-        records: where each of their streams continues, [rows here, RECORD_SIZE].
+        records: where each of their streams continues, [rows here, sources * RECORD_SIZE].
         workers: maximum number of workers; the largest one that divides the rows is used. 0: none.
     """
 
     def __init__(
         self,
-        corpus: Corpus,
+        mixture: Mixture,
         config: DataConfig,
         *,
         rows: list[int],
@@ -73,7 +83,7 @@ class Batches:
         positions: bool = False,
     ):
         streams = list(zip(rows, records.tolist()))
-        work = functools.partial(Rows, corpus, config.packing, config.packing_bins)
+        work = functools.partial(Rows, mixture, config.packing, config.packing_bins)
         self._count = windows * len(rows)
         self._windows = windows
         self._positions = positions
@@ -123,12 +133,12 @@ def _stack(made: list[Row], windows: int, positions: bool) -> HostBatch:
         continues=np.asarray([row.continues for row in made]).reshape(windows, -1),
     )
     last = made[-len(made) // windows :]
-    records = np.asarray([row.record.to_ints() for row in last], np.int64)
-    return HostBatch(batch, records, bool(field[SEGMENT, ..., 0].any()))
+    records = [[number for record in row.records for number in record.to_ints()] for row in last]
+    return HostBatch(batch, np.asarray(records, np.int64), bool(field[SEGMENT, ..., 0].any()))
 
 
 def count_batches(
-    corpus: Corpus, config: DataConfig, records: np.ndarray, *, windows: int, limit: int
+    mixture: Mixture, config: DataConfig, records: np.ndarray, *, windows: int, limit: int
 ) -> int:
     """Returns after how many batches, at most `limit`, the longest of all streams ends.
 
@@ -137,7 +147,7 @@ def count_batches(
     longest = 0
     for stream, ints in enumerate(records.tolist()):
         rows = 0
-        for row in Rows(corpus, config.packing, config.packing_bins, [(stream, ints)])():
+        for row in Rows(mixture, config.packing, config.packing_bins, [(stream, ints)])():
             if not row.live or rows >= limit * windows:
                 break
             rows += 1

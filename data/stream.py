@@ -5,6 +5,7 @@ about a megabyte that end after a line, so that neither memory nor the time to r
 length of documents. A tokenizer that merges across line ends may merge differently at such a cut.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from data.assignment import DocumentAssigner, Position
 from data.documents import DocumentSource
-from data.readers.reader import Text
+from data.readers.reader import Document, Text
 from data.tokenizer import Tokenizer
 from errors import DataError, UserError
 
@@ -22,7 +23,7 @@ SPAN_BYTES = 1 << 20
 # of all documents before the window.
 WINDOW = 500
 
-# Columns of the tables that tokens travel in.
+# Columns of the tables of tokens.
 TOKEN, TARGET, TARGET_BYTES, WEIGHT = range(4)
 
 
@@ -152,10 +153,9 @@ class StreamReader:
         usual = self._window.documents / max(before, 1)
         if before >= WINDOW and usual > 0.1 and found_now <= 0.01 * WINDOW:
             raise DataError(
-                f"config.data.path: of the last {WINDOW} documents of "
-                f"{self._corpus.source.described} "
-                f"{found_now} had text, of those before {usual:.0%}; the files or the disk have "
-                "changed; restore them and start the same command again"
+                f"config.data.path: {found_now} of the last {WINDOW} documents of "
+                f"{self._corpus.source.described} had text, but {usual:.0%} of those before; the "
+                "files or the disk have changed; restore them and start the same command again"
             )
         self._window = counts
 
@@ -165,7 +165,7 @@ class StreamReader:
         if document.broken:
             self._counts["broken"] += 1
             return None
-        opened = _OpenDocument(document.text, self._corpus.tokenizer, position)
+        opened = _OpenDocument(document, self._corpus.tokenizer, position)
         if opened.empty:
             self._counts["empty"] += 1
             return None
@@ -175,16 +175,16 @@ class StreamReader:
 class _OpenDocument:
     """A document's tokens from a position on, encoded span by span."""
 
-    def __init__(self, text: Text, tokenizer: Tokenizer, position: Position):
-        self.text = text
+    def __init__(self, document: Document, tokenizer: Tokenizer, position: Position):
+        self.text = document.text
         self.invalid = bool(position.invalid)
+        self._counted = document.counted
         self._tokenizer = tokenizer
         self._encoded_to = position.byte
         self._cursor = position.token
         # The spans held are complete; the cursor is in the first of them or at its end.
-        self._ids = np.zeros(0, np.int32)
-        self._nbytes = np.zeros(0, np.int32)
-        self._starts: list[tuple[int, int]] = []  # of each span: (byte, index into _ids)
+        self._tokens = np.zeros((0, 3), np.int32)  # id, bytes, whether the loss counts it
+        self._starts: list[tuple[int, int]] = []  # of each span: (byte, index into _tokens)
         self._encode_span()
 
     @property
@@ -194,11 +194,11 @@ class _OpenDocument:
     @property
     def empty(self) -> bool:
         """Whether there is nothing between the begin id and the end id."""
-        return self._all_encoded and self._starts[0][0] == 0 and len(self._ids) == 2
+        return self._all_encoded and self._starts[0][0] == 0 and len(self._tokens) == 2
 
     @property
     def finished(self) -> bool:
-        return self._all_encoded and self._cursor == len(self._ids)
+        return self._all_encoded and self._cursor == len(self._tokens)
 
     @property
     def byte(self) -> int:
@@ -214,16 +214,16 @@ class _OpenDocument:
     def take(self, limit: int) -> np.ndarray:
         """Returns the next tokens and their targets, [n, 4] int32 with n <= limit."""
         # One more token than requested, as the target of the last one.
-        while len(self._ids) - self._cursor <= limit and not self._all_encoded:
+        while len(self._tokens) - self._cursor <= limit and not self._all_encoded:
             self._encode_span()
         start = self._cursor
-        stop = min(start + limit, len(self._ids))
-        targets = self._ids[start + 1 : stop + 1]
+        stop = min(start + limit, len(self._tokens))
+        targets, nbytes, counted = self._tokens[start + 1 : stop + 1].T
         table = np.zeros((stop - start, 4), np.int32)
-        table[:, TOKEN] = self._ids[start:stop]
+        table[:, TOKEN] = self._tokens[start:stop, 0]
         table[: len(targets), TARGET] = targets
-        table[: len(targets), TARGET_BYTES] = self._nbytes[start + 1 : stop + 1]
-        table[: len(targets), WEIGHT] = 1
+        table[: len(targets), TARGET_BYTES] = nbytes * counted
+        table[: len(targets), WEIGHT] = counted
         self._cursor = stop
         return table
 
@@ -233,27 +233,50 @@ class _OpenDocument:
         stop = span_end(self.text, start)
         text = bytes(self.text[start:stop])
         self.invalid = self.invalid or not _is_utf8(text)
-        ids, nbytes = self._tokenizer.encode(text)
-        self._starts.append((start, len(self._ids)))
+        self._starts.append((start, len(self._tokens)))
+        parts = [self._tokens]
         if start == 0:
-            self._append([self._tokenizer.bos_id], [0])
-        self._append(ids, nbytes)
+            parts.append(_table([self._tokenizer.bos_id], [0], False))
+        for first, last, counts in counted_parts(self._counted, start, stop):
+            encoded = self._tokenizer.encode(text[first - start : last - start])
+            parts.append(_table(*encoded, counts))
         if stop == len(self.text):
-            self._append([self._tokenizer.eos_id], [0])
+            parts.append(_table([self._tokenizer.eos_id], [0], _counts(self._counted, stop)))
+        self._tokens = np.concatenate(parts)
         self._encoded_to = stop
-
-    def _append(self, ids: ArrayLike, nbytes: ArrayLike) -> None:
-        self._ids = np.concatenate([self._ids, np.asarray(ids, np.int32)])
-        self._nbytes = np.concatenate([self._nbytes, np.asarray(nbytes, np.int32)])
 
     def _drop_read_spans(self) -> None:
         if not self._starts:
             return
         byte, first = self._span_at_cursor()
         self._starts = [(b, i - first) for b, i in self._starts if b >= byte]
-        self._ids = self._ids[first:]
-        self._nbytes = self._nbytes[first:]
+        self._tokens = self._tokens[first:]
         self._cursor -= first
+
+
+def _table(ids: ArrayLike, nbytes: ArrayLike, counts: bool) -> np.ndarray:
+    table = np.full((len(np.asarray(ids)), 3), counts, np.int32)
+    table[:, 0], table[:, 1] = ids, nbytes
+    return table
+
+
+def counted_parts(counted: np.ndarray | None, start: int, stop: int) -> list[tuple[int, int, bool]]:
+    """Cuts a span of bytes where counting for the loss begins or ends: (start, stop, counts) each.
+
+    Parts are encoded separately, so that no token has bytes of both kinds.
+    """
+    if counted is None:
+        return [(start, stop, True)]
+    inside = counted.ravel()[(counted.ravel() > start) & (counted.ravel() < stop)]
+    bounds = [start, *inside.tolist(), stop]
+    return [(a, b, _counts(counted, a)) for a, b in itertools.pairwise(bounds) if a < b]
+
+
+def _counts(counted: np.ndarray | None, byte: int) -> bool:
+    """Whether the loss counts a byte (len(text): the end id)."""
+    if counted is None:
+        return True
+    return bool(np.searchsorted(counted.ravel(), byte, side="right") % 2)
 
 
 def span_end(text: Text, start: int) -> int:

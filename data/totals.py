@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from data.packing import Record
+from data.packing import RECORD_SIZE, Record
 from data.stream import Counts
 
 # A larger share of broken documents is reported once, among at least this many documents.
@@ -10,8 +10,8 @@ _BROKEN_SHARE, _BROKEN_OF = 0.01, 100
 
 
 def sum_counts(records: np.ndarray) -> dict[str, int]:
-    """Sums records, [streams, RECORD_SIZE]: the names of `Counts`, with `tokens` and `padding`."""
-    parsed = [Record.from_ints(ints) for ints in records]
+    """Sums records, [streams, n * RECORD_SIZE]: the names of `Counts`, `tokens` and `padding`."""
+    parsed = [Record.from_ints(ints) for ints in records.reshape(-1, RECORD_SIZE)]
     totals = np.sum([record.counts for record in parsed], axis=0)
     return {
         **dict(zip(Counts._fields, (int(value) for value in totals))),

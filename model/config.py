@@ -1,6 +1,6 @@
-"""What a model is: one frozen record, checked when it is made. It does not import JAX.
+"""The description of a model: one frozen record, checked when it is created, without JAX.
 
-training/ builds a `ModelConfig` from `config.model`; nothing in this package sees the config.
+training/ builds a `ModelConfig` from `config.model`; nothing in this package reads the config.
 """
 
 import dataclasses
@@ -8,6 +8,7 @@ import math
 from typing import NamedTuple
 
 import options
+from model import remat
 from model.ffn.options import ExpertOptions
 from model.mixers.options import AttentionOptions, KdaOptions, MlaOptions
 from options import option, wrong
@@ -52,7 +53,7 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
     )
     pattern: str = option(
         "kda",
-        "Mixers of one repeat, in order, separated by commas or blanks: kda, attention, mla.",
+        "Mixers of one repeat, in order, separated by commas or spaces: kda, attention, mla.",
         try_value="kda",
         on_resume="model",
     )
@@ -81,30 +82,30 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
     )
     carry: bool = option(
         True,
-        "Start a continued row from the state in which the row before ended. False: afresh.",
-        on_resume="model",
+        "Start a continued row from the state at the end of the previous row. False: from an empty "
+        "state.",
+        on_resume="state",
     )
     tie_embeddings: bool = option(
-        False, "The output layer is the embedding's transpose.", on_resume="model"
+        False, "Use the embedding's transpose as the output layer.", on_resume="model"
     )
     norm_eps: float = option(1e-5, "Added to the mean square in norms.", above=0, on_resume="model")
     init_std: float = option(0.02, "Standard deviation of initial matrices.", above=0)
     compute_dtype: str = option(
         "bfloat16",
-        "Type that layers compute in. Parameters, optimizer and recurrent state are float32.",
+        "Type in which layers compute. Parameters, optimizer and recurrent state are float32.",
         choices=("bfloat16", "float32"),
         on_resume="state",
         renamed_from=("dtype", "precision"),
     )
     remat: str = option(
         "full",
-        "What a layer keeps for its gradient. none: everything. dots: matrix products. full: the "
-        "layer's input alone.",
-        choices=("none", "dots", "full"),
+        f"What a layer keeps for its gradient. {remat.describe()}",
+        choices=tuple(remat.POLICIES),
     )
-    scan_layers: bool = option(True, "Compile one repeat instead of all of them.")
+    scan_layers: bool = option(True, "Compile one repeat, in a loop, instead of all repeats.")
     loss_chunk: int = option(
-        1024, "Tokens of a device whose logits exist at one time.", unit="tokens", minimum=1
+        1024, "Tokens per device whose logits exist at a time.", unit="tokens", minimum=1
     )
 
     def __post_init__(self) -> None:
@@ -136,7 +137,7 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
             needed = f"at most config.model.mla_nope_dim + config.model.mla_rope_dim ({most})"
             raise wrong("config.model.mla_value_dim", self.mla_value_dim, needed, most)
         if self.attention_memory and not self.carry:
-            needed = "0 where config.model.carry is False"
+            needed = "0 if config.model.carry is False"
             raise wrong("config.model.attention_memory", self.attention_memory, needed, 0)
 
     @property
@@ -187,17 +188,17 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
 
     @property
     def padded_vocab_size(self) -> int:
-        """The embedding table's rows: a multiple of 128, so whole lanes on any usual mesh."""
+        """Rows of the embedding table: a multiple of 128, for full lanes on any common mesh."""
         return math.ceil(self.vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
     @property
     def residual_std(self) -> float:
-        """Output projections start smaller: the residual stream does not grow with depth."""
+        """Output projections start smaller, so the residual stream does not grow with depth."""
         return self.init_std / math.sqrt(2 * self.layers)
 
     @property
     def implementation(self) -> str | None:
-        """`kda_implementation` as the kernels take it; None: what kernels.select chooses."""
+        """`kda_implementation` as the kernels take it; None: chosen by kernels.select."""
         return None if self.kda_implementation == "auto" else self.kda_implementation
 
 

@@ -7,6 +7,7 @@ Axes: B row, T token, D residual width, R repeat of the layer pattern.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -197,13 +198,18 @@ def _run_groups(
     for group in cfg.groups:
         part = group.positions
         scan = cfg.scan_layers and (group.repeats > 1 or len(cfg.groups) == 1)
-        run = run_layers
-        if cfg.remat == "full":
-            ahead = Ahead(specs[part], cfg, mesh, group.repeats)
-            run = functools.partial(run_layers_recomputed, ahead)
+        run = _loop_of(cfg.remat, Ahead(specs[part], cfg, mesh, group.repeats))
         hidden, (ends, metrics) = run(layers[part], params[part], hidden, carry[part], plan, scan)
         all_ends, all_metrics = all_ends + ends, all_metrics + metrics
     return hidden, all_ends, all_metrics
+
+
+def _loop_of(remat: str, ahead: Ahead) -> Callable[..., tuple[jax.Array, tuple[Tree, Tree]]]:
+    """The loop over layers for a policy of model/remat.py. "none" and "dots" leave the gradient to
+    JAX, so their matrices are gathered where they are used."""
+    if remat in ("none", "dots"):
+        return run_layers
+    return functools.partial(run_layers_recomputed, ahead, to_host=remat == "offload")
 
 
 def _is_divided(spec: PartitionSpec) -> bool:

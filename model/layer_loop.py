@@ -12,9 +12,9 @@ The forward keeps each layer's input and entry, never its parameters as gathered
 backward recomputes a layer from these, so that only cotangents pass between ranks: if states passed
 again, the last rank, which is first in the backward, would wait for all ranks before it.
 
-While the layers of one repeat are computed, matrices of the next are gathered (in the backward, of
-the one before), and gradients of the repeat that the backward has just left are reduced. So no rank
-waits for what others have not begun a repeat ago; ahead.py says for which matrices.
+While the layers of one repeat are computed, matrices of the next are gathered (in the backward,
+those of the previous one), and gradients of the repeat that the backward has just completed are
+reduced. So a rank waits only for what others began a repeat ago; ahead.py says for which matrices.
 """
 
 import dataclasses
@@ -57,14 +57,17 @@ def run_layers_recomputed(
     carry: Stacked,
     plan: Any,
     scan: bool,
+    to_host: bool = False,
 ) -> tuple[jax.Array, tuple[Stacked, Stacked]]:
     """`run_layers` that keeps each layer's input and entry, and recomputes the rest.
 
-    ahead: which matrices of the pattern's positions are gathered a repeat ahead, and how.
+    ahead: which matrices of the pattern's positions are gathered a repeat ahead, and how. to_host:
+    inputs and entries are kept in the host's memory. A TPU copies them while it computes: out of
+    the forward's loop a layer at a time, and back into the backward's.
     """
     if not ahead.in_pairs:
-        return _recomputed(_Loop(layers, ahead, scan), params, hidden, carry, plan)
-    loop = _Loop(layers * 2, ahead.paired(), scan)
+        return _recomputed(_Loop(layers, ahead, scan, to_host), params, hidden, carry, plan)
+    loop = _Loop(layers * 2, ahead.paired(), scan, to_host)
     params, carry = _in_pairs(params[0]), _in_pairs(carry[0])
     hidden, (ends, metrics) = _recomputed(loop, params, hidden, carry, plan)
     return hidden, ((_one_by_one(ends),), (_one_by_one(metrics),))
@@ -100,6 +103,7 @@ class _Loop:
     layers: list[Layer]
     ahead: Ahead
     scan: bool
+    to_host: bool
 
     def forward(self, params: Stacked, hidden: jax.Array, carry: Stacked, plan: Any):
         """(hidden, stacked (ends, metrics, kept)); kept: each layer's input and entry."""
@@ -110,7 +114,7 @@ class _Loop:
             (hidden, copies), (index, others, carry) = state, stacked
             following = self._gather(matrices, jnp.minimum(index + 1, last))
             params = self.ahead.join(copies, others)
-            hidden, results = _repeat(self.layers, plan, hidden, params, carry)
+            hidden, results = _repeat(self.layers, plan, hidden, params, carry, self.to_host)
             return (hidden, following), results
 
         begin = hidden, self._gather(matrices, 0)
@@ -131,7 +135,7 @@ class _Loop:
                 stacked = jax.lax.optimization_barrier(stacked)
             params = self.ahead.join(copies, others)
             d_hidden, (d_params, d_carry) = _pull_repeat(
-                self.layers, plan, d_hidden, (params, *stacked)
+                self.layers, plan, d_hidden, (params, *stacked), self.to_host
             )
             shares, d_others = self.ahead.split_gradient(d_params)
             return (d_hidden, following, shares, sums), (d_others, d_carry)
@@ -159,23 +163,33 @@ class _Loop:
         return jax.tree.map(lambda x, new: put(x, new, index, 0), sums, self.ahead.reduce(shares))
 
 
-def _repeat(layers: list[Layer], plan, hidden, params, carry):
+def _repeat(layers: list[Layer], plan, hidden, params, carry, to_host: bool = False):
     """One repeat: (hidden, (ends, metrics, kept) over its positions)."""
     results = []
     for layer, now, begin in zip(layers, params, carry, strict=True):
         given = hidden
         hidden, ends, entry, metrics = layer(now, hidden, begin, plan, None)
-        results.append((ends, metrics, (given, entry)))
+        kept = given, entry
+        if to_host:
+            kept = _moved(kept, jax.memory.Space.Host)
+        results.append((ends, metrics, kept))
     return hidden, tuple(zip(*results, strict=True))
 
 
-def _pull_repeat(layers: list[Layer], plan, d_hidden, stacked):
+def _pull_repeat(layers: list[Layer], plan, d_hidden, stacked, from_host: bool):
     """(d_hidden before a repeat, gradients of (params, carry) over its positions)."""
     gradients = []
     for layer, *now in reversed(list(zip(layers, *stacked, strict=True))):
+        if from_host:
+            now[2] = _moved(now[2], jax.memory.Space.Device)
         d_hidden, gradient = _pull(layer, plan, d_hidden, *now)
         gradients.append(gradient)
     return d_hidden, tuple(zip(*reversed(gradients), strict=True))
+
+
+def _moved(tree: Tree, space: Any) -> Tree:
+    """space: a jax.memory.Space."""
+    return jax.tree.map(lambda x: jax.device_put(x, space), tree)
 
 
 def _pull(layer: Layer, plan, d_hidden, params, carry, kept, d_ends, d_metrics):

@@ -15,9 +15,9 @@ from checkpoints.manager import Manager
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SMOKE = "configs/smoke.py"
-LIMIT = 900  # seconds a run may take on a machine that does ten other things; alone it takes ten
-# Compiled programs are kept between runs and between sessions of tests (most of a short run is
-# compilation), but not in the folder of whoever runs the tests.
+LIMIT = 900  # seconds that a run may take on a heavily loaded machine; on an idle one it takes ten
+# Compiled programs are cached between runs and test sessions, since most of a short run is
+# compilation, but not in the user's own cache folder.
 os.environ["XDG_CACHE_HOME"] = os.path.join(
     tempfile.gettempdir(), f"kda-trainer-tests-{os.getuid()}"
 )
@@ -25,8 +25,8 @@ _PORTS: list[socket.socket] = []
 
 
 def command(workdir, *arguments: str, config: str = SMOKE, first: str = "") -> list[str]:
-    """first: Python that the process runs before train.py, to do itself, at a moment that is
-    certain, what from outside would come early or late; `train` is imported already."""
+    """first: Python code that the process runs before train.py, for actions that need exact timing,
+    which a test cannot have from outside; `train` is already imported."""
     hooked = f"import sys, train\n{first}\ntrain.process.leave(train.main(sys.argv))"
     return [
         sys.executable,
@@ -38,7 +38,8 @@ def command(workdir, *arguments: str, config: str = SMOKE, first: str = "") -> l
 
 
 def environment() -> dict[str, str]:
-    """Without what a test session sets for itself; LLVM's optimizer costs more than it brings."""
+    """The environment without the test session's settings. LLVM's optimizer is off: it costs more
+    than it saves."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     return ours | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
@@ -59,7 +60,7 @@ def train(workdir, *arguments: str, code: int = 0, **options) -> subprocess.Comp
 
 
 class Running:
-    """A run that is under way; its lines (stdout and stderr) are read as they come.
+    """A running process; its lines (stdout and stderr) are read as they arrive.
 
     separate: stderr is a separate stream, for the caller. first: see `command`; it may read
     stdin, which is the caller's as well.
@@ -77,7 +78,7 @@ class Running:
         )
         self.lines: list[str] = []
         self._watchdog = threading.Timer(LIMIT, self.process.kill)
-        self._watchdog.daemon = True  # pytest's end does not wait for it
+        self._watchdog.daemon = True  # pytest does not wait for it at its end
         self._watchdog.start()
 
     def _read(self) -> Iterator[str]:
@@ -87,7 +88,7 @@ class Running:
             yield self.lines[-1]
 
     def until(self, text: str) -> str:
-        """Reads on to the line that has this text in it."""
+        """Reads up to the line that contains this text."""
         for line in self._read():
             if text in line:
                 return line
@@ -106,7 +107,7 @@ class Running:
         return self.text
 
     def wait_for(self, path: pathlib.Path) -> None:
-        """Until there is such a file or folder."""
+        """Waits until this file or folder exists."""
         deadline = time.monotonic() + LIMIT
         while not path.exists():
             assert self.process.poll() is None and time.monotonic() < deadline, self.end(0)
@@ -128,7 +129,7 @@ def take_port() -> int:
 
 
 def reports(workdir) -> dict[int, dict[str, float]]:
-    """What metrics.jsonl says of each step; a step that appears twice is an error."""
+    """The contents of metrics.jsonl by step; a step that appears twice is an error."""
     found: dict[int, dict[str, float]] = {}
     for line in (pathlib.Path(workdir) / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
@@ -138,9 +139,13 @@ def reports(workdir) -> dict[int, dict[str, float]]:
 
 
 def learning(workdir) -> dict[int, dict[str, float]]:
-    """The part of the reports that follows from the options alone, not from the machine."""
+    """The part of the reports that follows from the options alone, not from the machine.
+
+    Accuracies are left out: rounding on another mesh may change which logit is the highest.
+    """
+    kept = ("learning/", "eval/loss")
     return {
-        step: {k: v for k, v in values.items() if k.startswith(("learning/", "eval/loss"))}
+        step: {k: v for k, v in values.items() if k.startswith(kept) and "accuracy" not in k}
         for step, values in reports(workdir).items()
     }
 

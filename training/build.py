@@ -1,4 +1,4 @@
-"""What a run is made of before anything is compiled: mesh, loaders, model, optimizer."""
+"""Builds the parts of a run, before anything is compiled: mesh, loaders, model, optimizer."""
 
 import dataclasses
 import functools
@@ -6,28 +6,29 @@ import os
 import time
 
 import jax
-import optax
 import psutil
 from ml_collections import ConfigDict
 
 from data.loader import Loader, make_loader
 from data.options import DataConfig
 from errors import UserError
-from model.checks import check_mesh
+from model.checks import check_host_memory, check_mesh
 from model.config import ModelConfig
 from model.mixers.registry import reads_positions
 from model.params import param_count
 from options import wrong
 from training import devices
 from training.goodput import Goodput
-from training.optimizer import make_optimizer, make_schedule, options_of
+from training.optimizer import MakeOptimizer, make_optimizer, options_of
 from training.report import Progress
 from training.state import TrainState, state_shapes
+from training.tunables import Tunables, tunables_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Everything that the options determine; `shapes` is a state of jax.ShapeDtypeStruct."""
+    """The parts of a run; `shapes` is a state of jax.ShapeDtypeStruct, and `tunables` are numbers
+    on the host."""
 
     config: ConfigDict
     workdir: str
@@ -35,15 +36,15 @@ class Parts:
     model: ModelConfig
     loader: Loader
     validation: Loader
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule
+    make_optimizer: MakeOptimizer
+    tunables: Tunables
     shapes: TrainState
     goodput: Goodput
     progress: Progress
 
 
 def build(config: ConfigDict, workdir: str) -> Parts:
-    """Raises UserError: one line, naming an option that cannot work with these data or devices."""
+    """Builds all parts. Raises UserError if an option cannot work with these data or devices."""
     goodput = _goodput(workdir)
     mesh = devices.make_mesh(config.mesh)
     data, train = DataConfig(**config.data), config.train
@@ -58,10 +59,12 @@ def build(config: ConfigDict, workdir: str) -> Parts:
     validation = load(split="eval", max_batches=config.eval.batches)
     model = model_config(config, loader.tokenizer.vocab_size)
     check_mesh(model, mesh.shape)
+    check_host_memory(model, mesh)
     options = options_of(config.optimizer, train.steps)
-    optimizer = make_optimizer(options, model, mesh)
-    shapes = state_shapes(model, mesh, optimizer, data.global_batch_size, train.spike_window)
-    schedule = make_schedule(options)
+    tunables = tunables_of(options, train.z_loss)
+    make = functools.partial(make_optimizer, options, model, mesh)
+    rows = data.global_batch_size
+    shapes = state_shapes(model, mesh, make(tunables), rows, train.spike_window)
     return Parts(
         config,
         workdir,
@@ -69,8 +72,8 @@ def build(config: ConfigDict, workdir: str) -> Parts:
         model,
         loader,
         validation,
-        optimizer,
-        schedule,
+        make,
+        tunables,
         shapes,
         goodput,
         Progress(),
@@ -78,7 +81,7 @@ def build(config: ConfigDict, workdir: str) -> Parts:
 
 
 def model_config(config: ConfigDict, vocab_size: int) -> ModelConfig:
-    """config.model as the frozen record that the model takes."""
+    """config.model as the frozen record that the model uses."""
     options = dict(config.model)
     given = options.pop("vocab_size")
     if given and given < vocab_size:
@@ -93,7 +96,7 @@ def model_config(config: ConfigDict, vocab_size: int) -> ModelConfig:
 
 
 def describe(parts: Parts) -> str:
-    """What is trained on what, in one line."""
+    """The model, devices and batch in one line."""
     data, mesh = parts.config.data, parts.mesh.shape
     return (
         f"{param_count(parts.model):,} parameters on {jax.device_count()} x "

@@ -1,6 +1,6 @@
-"""Chooses the devices of a run, before JAX looks for any, and makes their mesh.
+"""Chooses the devices of a run before JAX looks for any, and makes their mesh.
 
-JAX is imported in functions here.
+JAX is imported only inside functions.
 """
 
 import dataclasses
@@ -12,20 +12,19 @@ from typing import Any
 
 from errors import UserError
 from training import agree, peers, process
-from training.options import MeshOptions
 
-MOST_SIMULATED = 1024  # each costs threads and memory; far more never get to an error message
+MOST_SIMULATED = 1024  # each costs threads and memory; with far more, JAX hangs without an error
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=3600"
 _ALL_DAY = 24 * 3600 * 1000  # milliseconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """How the processes of a run meet: the flags --coordinator, --processes, --process_id and
-    --start_timeout (seconds)."""
+    """How the processes of a run find each other: the flags --coordinator, --processes,
+    --process_id and --start_timeout (seconds)."""
 
     coordinator: str = ""  # "": one process, or what GKE says
-    count: int = 0  # 0: left to JAX's own detection, whatever the coordinator is called
+    count: int = 0  # 0: detected by JAX, whatever the coordinator is
     number: int = -1
     start_timeout: int = 60
 
@@ -33,19 +32,19 @@ class Processes:
 def start_jax(
     needed: int, cache: str, processes: Processes, values: agree.Values | None = None
 ) -> None:
-    """Chooses devices. The processes of a run wait for each other here.
+    """Chooses devices. Here the processes of a run wait for each other.
 
     Args:
-        needed: devices of the whole mesh; on CPU they are simulated, in equal shares.
+        needed: devices of the whole mesh; on CPU they are simulated, equally many per process.
         cache: folder of compiled programs, "auto" for the user's, or "" for none.
-        values: has to be equal in all processes; see training/agree.py.
+        values: must be equal in all processes; see training/agree.py.
 
     Raises:
         UserError: the devices of a process do not fit the mesh, there are no other processes, or
-            no devices of the kind that the environment asks for.
+            no devices of the kind that the environment requests.
     """
     if "JAX_PLATFORMS" not in os.environ and not accelerator():
-        # Without this libtpu, which is installed everywhere, looks for a TPU and warns.
+        # Otherwise libtpu, which is installed everywhere, looks for a TPU and warns.
         os.environ["JAX_PLATFORMS"] = "cpu"
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         wait_for_each_other()
@@ -68,7 +67,7 @@ def start_jax(
         from training import programs  # imports JAX
 
         programs.keep(programs.default_folder() if cache == "auto" else cache)
-    # The trainer handles SIGTERM itself; JAX's own service would take the signal away.
+    # The trainer handles SIGTERM itself; JAX's preemption service would intercept it.
     jax.config.update("jax_enable_preemption_service", False)
     if processes.coordinator or tpu_pod():
         meet(processes, values or {})
@@ -83,15 +82,16 @@ def start_jax(
 
 
 def wait_for_each_other() -> None:
-    """Before JAX is imported. Simulated devices share cores: on a busy machine one may reach a
-    collective long after another, and XLA's own limit of 40 s would end the process."""
+    """Raises XLA's limits; call it before JAX is imported. Simulated devices share cores, so on a
+    busy machine one may reach a collective long after another, and XLA's default limit of 40 s
+    would end the process."""
     os.environ["XLA_FLAGS"] = f"{PATIENCE} {os.environ.get('XLA_FLAGS', '')}"
 
 
 def meet(processes: Processes, values: agree.Values) -> None:
-    """Connects the processes of a run, and compares what they were started with.
+    """Connects the processes of a run, and compares their options, code and libraries.
 
-    Where they do not meet within `start_timeout` seconds, the process ends in one line.
+    If they do not connect within `start_timeout` seconds, the process ends with one line.
     """
     bypass_proxies(processes.coordinator)
     process.mute_native_stdout()
@@ -113,7 +113,7 @@ def _meet(processes: Processes, values: agree.Values) -> None:
     import jax
     from jax._src import distributed  # the only way to the store that all processes share
 
-    jax.config.update("jax_check_proxy_envs", False)  # they were seen to
+    jax.config.update("jax_check_proxy_envs", False)  # bypass_proxies has handled them
     found = processes.count == 0
     try:
         jax.distributed.initialize(
@@ -137,10 +137,10 @@ def _meet(processes: Processes, values: agree.Values) -> None:
 
 
 def wait_for_all(point: str) -> None:
-    """Waits until every process has come to this point, which has a name and is passed once.
+    """Waits until every process has reached this point, which has a name and is passed once.
 
-    For points that processes reach at very different times, such as the end of compilation: the
-    first collective of Gloo would give up after 30 s. A process that dies ends the wait.
+    For points that processes reach at very different times, such as the end of compilation, where
+    Gloo's first collective would time out after 30 s. If a process dies, the wait ends.
     """
     from jax._src import distributed
 
@@ -150,9 +150,9 @@ def wait_for_all(point: str) -> None:
 
 
 def bypass_proxies(coordinator: str) -> None:
-    """The processes of a run reach each other directly, whatever proxy the environment names.
+    """Makes the processes of a run connect directly, whatever proxy the environment sets.
 
-    gRPC would ask it for the coordinator, and wait minutes for the answer.
+    gRPC would ask the proxy for the coordinator and wait minutes for an answer.
     """
     hosts = ["localhost", "127.0.0.1", "::1", coordinator.rpartition(":")[0].strip("[]")]
     hosts += os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
@@ -162,7 +162,7 @@ def bypass_proxies(coordinator: str) -> None:
 
 
 def accelerator() -> bool:
-    """Whether this machine shows a TPU, or an NVIDIA GPU that the JAX installed here can use."""
+    """Whether this machine has a TPU, or an NVIDIA GPU that the installed JAX can use."""
     devices = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")
     named = any(name in os.environ for name in ("TPU_NAME", "TPU_WORKER_ID", "COLAB_TPU_ADDR"))
     plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -171,7 +171,7 @@ def accelerator() -> bool:
 
 
 def tpu_pod() -> bool:
-    """Whether several TPU hosts were started together by GKE, and find each other."""
+    """Whether GKE has started several TPU hosts together, which then find each other."""
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "")
     return accelerator() and len(hosts.split(",")) > 1
 
@@ -180,7 +180,7 @@ def make_mesh(mesh: Any) -> Any:
     """The mesh of config.mesh over all devices of all processes.
 
     Raises:
-        UserError: it needs more or fewer devices than there are.
+        UserError: it needs more or fewer devices than there are, or context would cross slices.
     """
     import jax
 
@@ -192,13 +192,13 @@ def make_mesh(mesh: Any) -> Any:
             f"{needed} devices; there are {found} ({jax.devices()[0].device_kind}); "
             f"try {_fitting_mesh(axes, found)}"
         )
-    names = tuple(field.name for field in dataclasses.fields(MeshOptions))
-    types = (jax.sharding.AxisType.Auto,) * len(names)
-    return jax.make_mesh(tuple(axes[name] for name in names), names, axis_types=types)
+    from training.mesh import arrange  # imports JAX
+
+    return arrange(axes, jax.devices())
 
 
 def _fitting_mesh(axes: dict[str, int], devices: int) -> str:
-    """The change of one axis that takes all devices, the context axis first."""
+    """The change of one axis that uses all devices, preferably the context axis."""
     for name in ("context", "data", "fsdp", "expert", "tensor"):
         rest = math.prod(axes.values()) // axes[name]
         if devices % rest == 0:

@@ -32,13 +32,13 @@ class Batches(Protocol):
 
 
 class Evaluator:
-    """Call it with parameters. The step is compiled at the first call, unless it is already.
+    """Call it with parameters. The step is compiled at the first call, unless it already is.
 
     Args:
         batches: iterated from the start each time, in the same order. rows: rows of a batch.
-        goodput: compilation and evaluation are counted there.
-        reads_bytes: tokens below 256 are bytes: what gzip makes of the same text can be told.
-        waiting: a context for waits for documents, which a request to stop may end.
+        goodput: counts the time of compilation and evaluation.
+        reads_bytes: whether tokens below 256 are bytes, so that gzip can compress the same text.
+        waiting: a context for waits for documents, which a stop request may end.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class Evaluator:
         self.last: dict[str, float] = {}
 
     def compile(self, params: Any, batch: Batch) -> None:
-        """Compiles the step; both may be of jax.ShapeDtypeStruct."""
+        """Compiles the step; both arguments may be of jax.ShapeDtypeStruct."""
         with self._goodput.during("compilation"):
             self._step = self._jitted.lower(params, self._empty_carry(), batch).compile()
 
     def __call__(self, params: Any, between: Callable[[], None]) -> dict[str, float]:
-        """eval/loss (nats per token), eval/bits_per_byte, eval/seconds (without compilation).
+        """eval/loss (nats per token), /accuracy, /bits_per_byte, /seconds (without compilation).
 
-        between: called before each batch, and twice a second while one is waited for.
+        between: called before each batch, and twice per second during a wait for one.
 
         Raises:
-            DataError: in all processes, where one of them cannot read its documents.
+            DataError: in all processes, if one of them cannot read its documents.
         """
         began = time.perf_counter()
         compiling = 0.0
@@ -95,7 +95,7 @@ class Evaluator:
         return self.last
 
     def _together(self, between: Callable[[], None]) -> Iterator[Batch]:
-        """The batches; an error of one process's data is raised in all, so that none waits."""
+        """Yields the batches; a data error of one process is raised in all, so that none waits."""
         iterator = iter(self._batches)
         while True:
             with self._waiting():
@@ -138,10 +138,10 @@ def gzip_bits_per_byte(texts: list[list[bytes]]) -> tuple[float, int]:
 
 
 def _texts(batch: Batch) -> list[bytes]:
-    """The bytes that each row's targets stand for; all windows of a row one after another."""
+    """The bytes of each row's targets; all windows of a row in order."""
 
     def by_row(x: jax.Array) -> np.ndarray:
-        whole = multihost_utils.process_allgather(x, tiled=True)  # other processes' tokens too
+        whole = multihost_utils.process_allgather(x, tiled=True)  # with other processes' tokens
         return np.moveaxis(np.asarray(whole), 1, 0)
 
     targets, counts = by_row(batch.targets), by_row(batch.target_bytes)

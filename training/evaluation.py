@@ -28,11 +28,11 @@ def evaluate(config: ConfigDict, workdir: str, source: str, log: Log) -> dict[st
     Args:
         workdir: of the run whose newest checkpoint is evaluated. source: instead of it, another
             run's workdir, a folder of checkpoints, or a Hugging Face folder (--init_from).
-            What the parameters mean is theirs; how they are computed, the length of rows, the carry
-            and attention's memory are the config's.
+            The model's structure comes from there; how it is computed, the row length, the carry
+            and attention's memory come from the config.
 
     Raises:
-        UserError: no such parameters, or of another model.
+        UserError: there are no such parameters, or they belong to another model.
     """
     mesh = devices.make_mesh(config.mesh)
     loader = make_loader(
@@ -58,7 +58,10 @@ def evaluate(config: ConfigDict, workdir: str, source: str, log: Log) -> dict[st
         values = evaluator(params, lambda: None)
     finally:
         loader.close()
-    log(f"loss {values['eval/loss']:.4f}  bits/byte {values['eval/bits_per_byte']:.4f}")
+    log(
+        f"loss {values['eval/loss']:.4f}  bits/byte {values['eval/bits_per_byte']:.4f}  "
+        f"accuracy {values['eval/accuracy']:.4f}"
+    )
     if evaluator.gzip:
         bits, size = evaluator.gzip
         log(f"gzip -9 on the same {size:,} bytes: {bits:.4f} bits/byte")
@@ -66,7 +69,7 @@ def evaluate(config: ConfigDict, workdir: str, source: str, log: Log) -> dict[st
 
 
 def write_json(path: str, values: dict[str, float]) -> None:
-    """Writes the results, complete or not at all."""
+    """Writes the results atomically."""
     if not path or jax.process_index():
         return
     part = f"{path}.part"
@@ -88,7 +91,7 @@ def _load(
         saved = loaded.metadata["data"]["data"]["tokenizer"]
         if saved != loader.tokenizer.fingerprint:
             raise CheckpointError(
-                f"{folder}: its tokens mean something else; try the config.data.tokenizer that it "
+                f"{folder}: trained with another tokenizer; try the config.data.tokenizer that it "
                 "was trained with"
             )
         log(f"parameters from step {loaded.step} of {loaded.directory}")

@@ -9,9 +9,9 @@ import numpy as np
 
 from data.tokenizer import make_tokenizer
 from errors import UserError
-from model.axes import MESH_AXES
 from model.convert.registry import FORMATS
-from training.restore import load_params
+from training.mesh import arrange
+from training.restore import stored_params
 from training.weights import SpecialTokens, write_folder
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -25,15 +25,11 @@ def export(workdir: str, out: str, fmt: str, dtype: str) -> str:
     """
     if os.path.isdir(out) and os.listdir(out):
         raise UserError(f"--out={out}: needs an empty or new folder; try another")
-    types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-    mesh = jax.make_mesh(
-        (1,) * len(MESH_AXES), MESH_AXES, axis_types=types, devices=jax.devices()[:1]
-    )
-    loaded = load_params(workdir, mesh)
-    data = loaded.metadata["config"]["data"]
+    stored = stored_params(workdir, arrange({}, jax.devices()[:1]))
+    data = stored.metadata["config"]["data"]
     tokenizer = make_tokenizer(data["tokenizer"], data["bos_token"], data["eos_token"])
     special = SpecialTokens(tokenizer.bos_id, tokenizer.eos_id)
-    count = write_folder(out, loaded.params, loaded.model, FORMATS[fmt], special, DTYPES[dtype])
+    count = write_folder(out, stored.read, stored.model, FORMATS[fmt], special, DTYPES[dtype])
     if data["tokenizer"].endswith((".json", ".model")):
         shutil.copy(data["tokenizer"], os.path.join(out, os.path.basename(data["tokenizer"])))
-    return f"step {loaded.step} of {loaded.directory}: {count} tensors, {dtype}, in {out} ({fmt})"
+    return f"step {stored.step} of {stored.directory}: {count} tensors, {dtype}, in {out} ({fmt})"

@@ -11,20 +11,21 @@ from jax.sharding import Mesh
 from data.text_stream import TextStream
 from data.tokenizer import Tokenizer, make_tokenizer
 from errors import UserError
-from model.axes import MESH_AXES, Arrays
+from model.axes import TENSOR, Arrays
 from model.checks import check_mesh
 from model.config import ModelConfig
 from model.generate import Generator, Sampling
+from training.mesh import arrange
 from training.restore import load_params
 from training.weights import read_folder
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a model is: `workdir` of a run or `weights`, a Hugging Face folder; one of them.
+    """The source of a model: either the `workdir` of a run or `weights`, a Hugging Face folder.
 
-    tokenizer: instead of the run's, or of the tokenizer.json in the folder.
-    compute_dtype: instead of the run's, or of bfloat16 for a folder.
+    tokenizer: overrides the run's, or the tokenizer.json in the folder.
+    compute_dtype: overrides the run's, or bfloat16 for a folder.
     """
 
     workdir: str | None = None
@@ -44,8 +45,8 @@ class Session:
     def stream(
         self, prompts: Sequence[bytes], limit: int, sampling: Sampling, seed: int
     ) -> Iterator[tuple[int, str]]:
-        """Yields (row, text) as text is generated; a row ends at the document's end or at `limit`
-        tokens.
+        """Yields (row, text) as text is generated; a row ends at the end of the document or after
+        `limit` tokens.
 
         Raises:
             UserError: the limit or the seed is out of range.
@@ -74,7 +75,7 @@ class Session:
         return f"{self.tokens} tokens in {seconds:.1f} s, {self.tokens / seconds:.1f} tokens/s"
 
     def _encode(self, text: bytes) -> np.ndarray:
-        """Ids of a document that begins with this text."""
+        """Ids of the beginning of a document with this text."""
         ids, _ = self.tokenizer.encode(text)
         return np.concatenate([[self.tokenizer.bos_id], ids]).astype(np.int32)
 
@@ -83,11 +84,9 @@ def open_session(source: Source, tensor: int, attention_memory: int) -> Session:
     """Loads a model over `tensor` devices. attention_memory: see `Generator`.
 
     Raises:
-        UserError: no such model or tokenizer, or heads that do not divide.
+        UserError: there is no such model or tokenizer, or the heads are not divisible.
     """
-    shape = tuple(tensor if axis == "tensor" else 1 for axis in MESH_AXES)
-    types = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
-    mesh = jax.make_mesh(shape, MESH_AXES, axis_types=types, devices=jax.devices()[:tensor])
+    mesh = arrange({TENSOR: tensor}, jax.devices()[:tensor])
     params, model, tokenizer = _load(source, mesh)
     check_mesh(model, mesh.shape)
     if tokenizer.vocab_size != model.vocab_size:
@@ -100,7 +99,7 @@ def open_session(source: Source, tensor: int, attention_memory: int) -> Session:
 
 
 def sampling(temperature: float, top_k: int, top_p: float) -> Sampling:
-    """The flags of that name as a record; UserError where one is out of range."""
+    """The sampling flags as a record; raises UserError if one is out of range."""
     try:
         return Sampling(temperature, top_k, top_p)
     except ValueError as error:
@@ -108,7 +107,7 @@ def sampling(temperature: float, top_k: int, top_p: float) -> Sampling:
 
 
 def read_prompts(texts: Sequence[str], file: str | None) -> list[bytes]:
-    """The prompts of the flags; without any, one that is empty: a document's beginning."""
+    """The prompts of the flags, or one empty prompt, which is the beginning of a document."""
     prompts = [os.fsencode(text) for text in texts]
     if file:
         with open(file, "rb") as opened:

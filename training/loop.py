@@ -70,7 +70,7 @@ class InFlightStep:
     step: int
     metrics: Metrics
     data_wait: float  # seconds
-    epoch: float  # passes over the training documents, with this step
+    data: dict[str, float]  # how far the training documents were read, with this step
     numbers: Numbers | None = None  # of the finished step, on the host
     reported: bool = False
 
@@ -82,8 +82,8 @@ class TrainLoop:
     Attributes:
         ready: waits up to the given seconds for the next batch; whether it, or the end, is there.
         error_ahead: see `Loader.error_ahead`; asked where there are several processes.
-        more: whether `batches` has another one. epoch: passes over the documents so far.
-        evaluate: see `Evaluator.__call__`.
+        more: whether `batches` has another one. progress: values to log of what was read.
+        evaluate: see `Evaluator.__call__`. evaluate_first: also before the first step.
     """
 
     cadence: Cadence
@@ -95,7 +95,7 @@ class TrainLoop:
     ready: Callable[[float], bool]
     error_ahead: Callable[[float], tuple[bool, BaseException | None]]
     more: Callable[[], bool]
-    epoch: Callable[[], float]
+    progress: Callable[[], dict[str, float]]
     evaluate: Callable[[Params, Callable[[], None]], dict[str, float]]
     saver: Saver
     meter: Meter
@@ -103,6 +103,7 @@ class TrainLoop:
     goodput: Goodput
     profiler: Profiler
     signals: Signals
+    evaluate_first: bool = False
     _longest_wait: float = 0.0  # seconds, for a step
     _newest: InFlightStep | None = None  # dispatched
     _data_error: DataError | None = None  # of a batch that has not been asked for yet
@@ -131,6 +132,8 @@ class TrainLoop:
         stop_reason: StopReason | None = None
         self.goodput.switch("training")
         self.signals.started()
+        if self.evaluate_first:
+            self._report_first()
         self.meter.start()
         while stop_reason is None:
             if step >= self.cadence.steps or self._stops_alone():
@@ -165,7 +168,7 @@ class TrainLoop:
         vote = self._vote()
         with self.profiler.named(step):
             self.state, metrics = self.step(self.state, batch, vote)
-        self._newest = InFlightStep(step, metrics, data_wait, self.epoch())
+        self._newest = InFlightStep(step, metrics, data_wait, self.progress())
         return self._newest
 
     def _vote(self) -> jax.Array:
@@ -271,11 +274,17 @@ class TrainLoop:
         """Writes what is known of a step, once."""
         if not in_flight.reported:
             self._wait(in_flight)
-            learning = self.meter.report() | {"learning/epoch": in_flight.epoch}
+            learning = self.meter.report() | in_flight.data
             with self.signals.waiting("while reports were being written", PATIENCE_SECONDS):
                 self.writers.write(in_flight.step, learning | values | self.goodput.metrics())
                 self.goodput.write()
             in_flight.reported = True
+
+    def _report_first(self) -> None:
+        """Evaluates what training starts from, and writes the values as those of that step."""
+        values = self._evaluate(self.start, 0)
+        with self.signals.waiting("while reports were being written", PATIENCE_SECONDS):
+            self.writers.write(self.start, values | self.goodput.metrics())
 
     def _evaluate(self, step: int, stops: int) -> dict[str, float]:
         # SIGKILL may follow SIGTERM, so save before evaluating, at the price that this step has no

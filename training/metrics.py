@@ -1,7 +1,7 @@
-"""Where numbers are written: TensorBoard event files, a JSONL file and the console, by process 0.
+"""Writes metrics to TensorBoard event files, a JSONL file and the console, on process 0.
 
-After a resume every step appears once in each: lines of the JSONL file beyond the resumed step are
-cut off, and a new event file tells TensorBoard to drop them.
+After a resume every step appears once in each: lines of the JSONL file after the resumed step are
+removed, and a new event file makes TensorBoard drop its later steps.
 """
 
 import json
@@ -18,12 +18,12 @@ HPARAMS_METRICS = ("eval/loss", "eval/bits_per_byte", "learning/loss")  # column
 
 
 class Writers:
-    """All writers of one process; does nothing in processes other than the first.
+    """All writers of one process; does nothing on processes other than the first.
 
     Args:
-        workdir: the run's folder, made if need be.
-        start: steps done before; what was written of later ones goes.
-        steps: where the run ends, for the console.
+        workdir: the run's folder, created if missing.
+        start: number of steps done before; entries of later steps are removed.
+        steps: last step of the run, for the console.
     """
 
     def __init__(self, workdir: str, start: int, steps: int, *, primary: bool = True):
@@ -41,7 +41,7 @@ class Writers:
         self._steps = steps
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """One step's numbers, by their names; called once a step, in order."""
+        """Writes one step's values by name; called once per step, in order."""
         if not self._primary:
             return
         # JSON has no NaN or infinity.
@@ -54,12 +54,12 @@ class Writers:
         self._show(step, values)
 
     def text(self, step: int, tag: str, content: str) -> None:
-        """A text for TensorBoard's text page, in Markdown."""
+        """Writes a Markdown text for TensorBoard's text page."""
         if self._primary:
             self._events.text(step, tag, content)
 
     def hyperparameters(self, step: int, options: dict[str, int | float | str]) -> None:
-        """The options, for TensorBoard's HParams page, where a sweep is a table of runs."""
+        """Writes the options for TensorBoard's HParams page, where a sweep is a table of runs."""
         if self._primary:
             self._events.hyperparameters(step, options, HPARAMS_METRICS)
 
@@ -73,7 +73,7 @@ class Writers:
             print(line, flush=True)
 
     def close(self) -> None:
-        """Writes out and closes everything."""
+        """Flushes and closes everything."""
         if self._primary:
             self._jsonl.close()
             self._events.close()
@@ -96,7 +96,7 @@ class Writers:
 
 
 def console_text(values: dict[str, float]) -> str:
-    """The few numbers that a person watches."""
+    """The few values that are shown on the console."""
     names = {
         "learning/loss": "loss {:.4f}",
         "learning/bits_per_byte": "bits/byte {:.4f}",
@@ -111,9 +111,9 @@ def console_text(values: dict[str, float]) -> str:
 
 
 def cut_jsonl(path: str, last: int) -> float:
-    """Keeps the whole lines of steps up to `last`; replaces the file at once or not at all.
+    """Keeps the complete lines of steps up to `last`; replaces the file atomically.
 
-    Returns the newest time of all lines, the dropped ones included; 0 without any.
+    Returns the newest time of all lines, including dropped ones; 0 if there are none.
     """
     if not os.path.exists(path):
         return 0.0
@@ -128,7 +128,7 @@ def cut_jsonl(path: str, last: int) -> float:
                 newest = max(newest, float(values.get("time", 0)))
                 keep = line.endswith("\n") and values["step"] <= last
             except (ValueError, KeyError, TypeError, AttributeError):
-                keep = False  # the line that a killed process left half written
+                keep = False  # a line that a killed process left incomplete
             if keep:
                 new.write(line)
     os.replace(part, path)
@@ -139,5 +139,6 @@ def _eval_text(values: dict[str, float]) -> str:
     return (
         f"validation loss {values['eval/loss']:.4f}  "
         f"bits/byte {values['eval/bits_per_byte']:.4f}  "
+        f"accuracy {values['eval/accuracy']:.4f}  "
         f"({values['eval/seconds']:.1f} s)"
     )

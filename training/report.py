@@ -1,4 +1,4 @@
-"""Turns what a step returned, layers' metrics included, into the values that are logged."""
+"""Turns the values that a step returned, including layers' metrics, into logged values."""
 
 import dataclasses
 import math
@@ -13,8 +13,8 @@ from model.config import ModelConfig
 from model.flops import key_flops_per_token, train_flops_per_token
 from training.step import CONTROL
 
-# Peak bf16 FLOP/s of a JAX device by `device_kind`: a chip, on v7x one of its two cores.
-# Google Cloud's TPU pages, "System architecture", one a generation; NVIDIA's data sheets, dense.
+# Peak bf16 FLOP/s of a JAX device by `device_kind`: a chip, or on v7x one of its two cores.
+# Sources: Google Cloud's TPU pages, "System architecture"; NVIDIA's data sheets, dense figures.
 PEAK_FLOPS = {
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
@@ -30,7 +30,7 @@ PEAK_FLOPS = {
 }
 
 
-Numbers = dict[str, Any]  # a finished step's metrics on the host: float, int and bool by name
+Numbers = dict[str, Any]  # a finished step's metrics on the host: floats, ints and bools by name
 
 
 class NonFiniteError(RunError):
@@ -44,21 +44,21 @@ class NonFiniteError(RunError):
         self.step, self.loss, self.norm = step, loss, norm
 
 
-# The last word of a metric's name says how the steps since the last report become one value.
-LAST = ("seen", "skipped", "last")  # totals of the run, and what is reported as it is
+# The last word of a metric's name determines how the values since the last report are combined.
+LAST = ("seen", "skipped", "last")  # totals of the run, and values reported unchanged
 MOST = ("max",)
 
 
 @dataclasses.dataclass
 class Progress:
-    """What a run has done so far, restarts included."""
+    """What a run has done so far, including earlier starts."""
 
-    tokens_seen: int = 0  # real ones, of the steps reported to `Meter.finish`
+    tokens_seen: int = 0  # real tokens of the steps passed to `Meter.finish`
 
 
 @dataclasses.dataclass
 class Interval:
-    """Sums over the steps since the last report; only steps whose time was measured count."""
+    """Sums over the steps since the last report whose time was measured."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -71,10 +71,11 @@ class Meter:
     """Turns finished steps into numbers.
 
     Args:
-        slots: tokens of a step, padding included. cfg: for the FLOPs of a token.
+        slots: tokens of a step, including padding. cfg: for the FLOPs of a token.
         compiled_peak: bytes per device that the compiled step needs, None if unknown.
-        progress: is counted up.
-        skip_nonfinite: such steps were skipped on the device; otherwise they are an error.
+        progress: is updated.
+        skip_nonfinite: whether non-finite steps were skipped on the device; otherwise they are an
+            error.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Meter:
         self._process = psutil.Process()
 
     def start(self) -> None:
-        """The device is idle from here on: the next step's time counts from now."""
+        """Starts the next step's time; call it when the device is idle."""
         self._done = time.monotonic()
 
     def finish(self, step: int, metrics: dict[str, jax.Array], data_wait: float) -> Numbers:
@@ -125,9 +126,9 @@ class Meter:
         return numbers
 
     def report(self) -> dict[str, float]:
-        """One value of everything that the steps since the last report returned, and their speed.
+        """One value for each metric of the steps since the last report, and their speed.
 
-        The names are those of the step, below "learning/" where they have no group of their own.
+        The names are those of the step; names without a group are put below "learning/".
         """
         values, self._values = self._values, {}
         learning = {
@@ -175,7 +176,7 @@ class Meter:
 def summarize(name: str, values: list[float]) -> float:
     """One value for several steps: their mean, unless the name's last word says otherwise.
 
-    Values that are not finite, of steps that were skipped, count only where there is no other.
+    Values that are not finite (of skipped steps) are used only if there are no others.
     """
     word = name.replace("/", "_").split("_")[-1]
     if word in LAST:
@@ -191,7 +192,7 @@ def compiled_peak_bytes(compiled: Any) -> int | None:
     analysis = compiled.memory_analysis()
     if analysis is None:
         return None
-    # Arguments that are given up hold results: they count once.
+    # Donated arguments are reused for results, so they count once.
     return (
         analysis.argument_size_in_bytes
         + analysis.output_size_in_bytes
@@ -201,12 +202,14 @@ def compiled_peak_bytes(compiled: Any) -> int | None:
 
 
 def eval_values(sums: list[dict[str, jax.Array]]) -> dict[str, float]:
-    """One loss over all batches: sums over one global count, added up in float64 on the host."""
+    """One loss over all batches: sums divided by one global count, in float64 on the host."""
     host = jax.device_get(sums)
     nll = math.fsum(float(s["nll"]) for s in host)
+    correct = math.fsum(float(s["correct"]) for s in host)
     weight = math.fsum(float(s["weight"]) for s in host)
     count = sum(int(s["bytes"]) for s in host)
     return {
         "eval/loss": nll / max(weight, 1.0),
+        "eval/accuracy": correct / max(weight, 1.0),
         "eval/bits_per_byte": nll / math.log(2.0) / max(count, 1),
     }

@@ -129,6 +129,47 @@ def load_params(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class StoredParams:
+    """Parameters of a run's newest whole checkpoint, which are read one at a time."""
+
+    model: ModelConfig
+    metadata: Metadata
+    step: int
+    directory: str
+    manager: Manager
+    shapes: dict[str, jax.ShapeDtypeStruct]
+
+    def read(self, path: str) -> jax.Array:
+        """The parameter of this path ("blocks/0/mixer/q").
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        name = f"params/{path}"
+        restored = self.manager.restore(self.step, lambda metadata: self.shapes, (name,))
+        return restored.arrays[name]
+
+
+def stored_params(folder: str, mesh: Mesh, log: Log = print) -> StoredParams:
+    """As `load_params`, but only the smallest parameter is read yet."""
+    shapes: dict[str, jax.ShapeDtypeStruct] = {}
+    models: list[ModelConfig] = []
+
+    def target(metadata: Metadata) -> dict[str, jax.ShapeDtypeStruct]:
+        model = model_config(saved_config(metadata), metadata["vocab_size"])
+        models.append(model)
+        shapes.update(flatten({"params": _param_shapes(model, mesh)}))
+        return shapes
+
+    manager = _reader(folder, log)
+    found = manager.restore_latest(target, "stop", ("params/final_norm",))
+    if found is None:
+        raise CheckpointError(f"{folder}: there is no checkpoint in {manager.directory}")
+    directory = str(manager.directory)
+    return StoredParams(models[-1], found.metadata, found.step, directory, manager, shapes)
+
+
 def _param_shapes(model: ModelConfig, mesh: Mesh) -> Any:
     shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     return jax.tree.map(
@@ -149,7 +190,7 @@ def _seeded_state(parts: Parts) -> TrainState:
     return init_state(
         parts.model,
         parts.mesh,
-        parts.optimizer,
+        parts.make_optimizer(parts.tunables),
         data.global_batch_size,
         train.spike_window,
         train.seed,

@@ -1,23 +1,25 @@
-"""Whether a checkpoint's model and state are of this run's kind, and what else has changed since.
+"""Compares a checkpoint's config with this run's: model, structure of the state, other options.
 
-Data is not compared here: the loader knows what a position means and refuses one of other data.
+Data are not compared here: the loader refuses a position that belongs to other data.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import optax
+import jax
 
-from training.optimizer import make_schedule, options_of
+from training.optimizer import options_of
+from training.tunables import rate, schedule_of
 
 Config = Mapping[str, Mapping[str, Any]]
-JUMP = 0.01  # a learning rate that differs by less is no jump
+JUMP = 0.01  # smaller relative changes of the learning rate are not reported
 
 
 @dataclasses.dataclass(frozen=True)
 class Differences:
-    """Lines "config.x.y a there, b here", by what they mean for going on."""
+    """Lines "config.x.y is a there and b here", by their effect on resuming."""
 
     model: list[str]
     state: list[str]
@@ -25,8 +27,8 @@ class Differences:
 
 
 def with_defaults(saved: Config, defaults: Config) -> Config:
-    """A saved config with the defaults of options that were added since: an option's default is
-    what the trainer did before it had the option."""
+    """A saved config, with the defaults of options that were added since: the default of an option
+    is the trainer's behaviour before it had that option."""
     return {group: {**defaults.get(group, {}), **saved.get(group, {})}
             for group in {**saved, **defaults}}  # fmt: skip
 
@@ -35,7 +37,7 @@ def differences(saved: Config, current: Config, meanings: Mapping[str, str]) -> 
     """Compares two configs as nested dicts.
 
     Args:
-        meanings: `Option.on_resume` by the option's name; options that are unknown to either are
+        meanings: `Option.on_resume` by the option's name; options that only one config has are
             reported.
     """
     found = Differences([], [], [])
@@ -56,8 +58,8 @@ def differences(saved: Config, current: Config, meanings: Mapping[str, str]) -> 
 
 
 def rate_jump(saved: Config, current: Config, step: int) -> str:
-    """A line where the learning rate after `step` is another than the checkpoint's schedule has
-    there, "" where it is the same."""
+    """A line if the learning rate after `step` differs from that of the checkpoint's schedule, ""
+    if it is the same."""
     before, after = (_schedule(config) for config in (saved, current))
     expected, found = float(before(step)), float(after(step))
     if abs(found - expected) <= JUMP * expected:
@@ -72,5 +74,6 @@ def rate_jump(saved: Config, current: Config, step: int) -> str:
     return f"{line}, which the options of config.optimizer that were changed keep, set back"
 
 
-def _schedule(config: Config) -> optax.Schedule:
-    return make_schedule(options_of(config["optimizer"], config["train"]["steps"]))
+def _schedule(config: Config) -> Callable[[int], jax.Array]:
+    options = options_of(config["optimizer"], config["train"]["steps"])
+    return functools.partial(rate, schedule_of(options))

@@ -26,7 +26,8 @@ from training.progress import elapsed
 from training.report import Meter, NonFiniteError, compiled_peak_bytes
 from training.signals import Signals
 from training.state import TrainState, flatten
-from training.step import Votes, batch_shapes, make_train_step, make_votes
+from training.step import Metrics, Votes, batch_shapes, make_train_step, make_votes
+from training.tunables import Tunables, place
 
 SAVE_SECONDS = PATIENCE_SECONDS
 SLOWEST_SAVE = 20e6  # bytes per second
@@ -100,7 +101,7 @@ def _restore_and_train(
     try:
         state, start = restore.first_state(parts, manager, init_from, log)
         if start < steps:
-            _train(parts, manager, state, start, signals)
+            _train(parts, manager, state, start, signals, evaluate_first=bool(init_from))
         else:
             log(
                 f"step {start} of config.train.steps={steps} is done: nothing to train; try more "
@@ -116,8 +117,19 @@ def _restore_and_train(
         raise
 
 
-def _train(parts: Parts, manager: Manager, state: TrainState, start: int, signals: Signals) -> None:
-    """Trains from step `start`, saves, and logs the results."""
+def _train(
+    parts: Parts,
+    manager: Manager,
+    state: TrainState,
+    start: int,
+    signals: Signals,
+    *,
+    evaluate_first: bool,
+) -> None:
+    """Trains from step `start`, saves, and logs the results.
+
+    evaluate_first: the parameters were given, so at step 0 they are evaluated before it.
+    """
     steps = parts.config.train.steps
     writers = Writers(parts.workdir, start, steps, primary=jax.process_index() == 0)
     writers.hyperparameters(start, _flat(parts.config))
@@ -125,6 +137,7 @@ def _train(parts: Parts, manager: Manager, state: TrainState, start: int, signal
     writers.text(start, "parameters", describe(parts))
     try:
         loop = make_loop(parts, manager, state, start, signals, writers)
+        loop.evaluate_first = evaluate_first and start == 0 and parts.config.eval.every > 0
         step, stop_reason = loop.run()
         with parts.goodput.during("checkpoint"):
             loop.saver.finish()
@@ -151,7 +164,7 @@ def make_loop(
 ) -> TrainLoop:
     """Compiles the step and ties the loop's pieces together. manager: None where nothing saves."""
     config, data = parts.config, parts.config.data
-    step, votes = _compile_step(parts, writers)
+    step = _compile_step(parts, writers)
     evaluator = _make_evaluator(parts, signals)
     if config.eval.every:  # here, where a signal may end the wait
         evaluator.compile(parts.shapes.params, _batch_shapes(parts, windows=1))
@@ -164,18 +177,18 @@ def make_loop(
         state=state,
         start=start,
         step=step,
-        votes=votes,
+        votes=step.votes,
         batches=iter(parts.loader),
         ready=parts.loader.ready,
         error_ahead=parts.loader.error_ahead,
         more=parts.loader.has_more,
-        epoch=parts.loader.epoch,
+        progress=parts.loader.progress,
         evaluate=evaluator,
         saver=Saver(parts, manager, signals) if manager else NoSaver(),
         meter=Meter(
             slots,
             parts.model,
-            compiled_peak_bytes(step),
+            compiled_peak_bytes(step.compiled),
             parts.progress,
             skip_nonfinite=config.train.skip_nonfinite,
         ),
@@ -199,6 +212,22 @@ class NoSaver:
         pass
 
 
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """compiled: of `make_train_step`; it has no public type. votes: of this process. tunables: on
+    the mesh."""
+
+    compiled: Any
+    votes: Votes
+    tunables: Tunables
+
+    def __call__(
+        self, state: TrainState, batch: Batch, vote: jax.Array
+    ) -> tuple[TrainState, Metrics]:
+        done: tuple[TrainState, Metrics] = self.compiled(state, batch, vote, self.tunables)
+        return done
+
+
 def _make_evaluator(parts: Parts, signals: Signals) -> Evaluator:
     data = parts.config.data
     what = "while an evaluation was waiting for documents"
@@ -213,20 +242,17 @@ def _make_evaluator(parts: Parts, signals: Signals) -> Evaluator:
     )
 
 
-def _compile_step(parts: Parts, writers: Writers) -> tuple[Any, Votes]:
-    """(the compiled step, which has no public type; this process's votes)."""
+def _compile_step(parts: Parts, writers: Writers) -> CompiledStep:
     config = parts.config
     options = TrainOptions(**config.train)
-    step = make_train_step(
-        options, parts.model, parts.mesh, parts.optimizer, parts.schedule, parts.shapes
-    )
-    votes = make_votes(parts.mesh)
+    step = make_train_step(options, parts.model, parts.mesh, parts.make_optimizer, parts.shapes)
+    votes, tunables = make_votes(parts.mesh), place(parts.tunables, parts.mesh)
     batch = _batch_shapes(parts, config.train.tbptt_windows)
     began = time.monotonic()
     with parts.goodput.during("compilation"), elapsed("compiling", writers.log):
-        compiled = step.lower(parts.shapes, batch, votes[0]).compile()
+        compiled = step.lower(parts.shapes, batch, votes[0], tunables).compile()
     writers.log(f"compiled in {time.monotonic() - began:.1f} s")
-    return compiled, votes
+    return CompiledStep(compiled, votes, tunables)
 
 
 def _batch_shapes(parts: Parts, windows: int) -> Batch:

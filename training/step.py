@@ -17,10 +17,12 @@ from model.axes import CONTEXT, MESH_AXES, ROWS
 from model.config import ModelConfig
 from model.decoder import after_step, carry_shardings, forward
 from model.flops import key_flops_per_token
-from model.loss import LossSums, loss_sums
+from model.loss import LossSums, loss_sums, token_scores
 from training.compiler import compiler_options
+from training.optimizer import MakeOptimizer
 from training.options import TrainOptions
 from training.state import TrainState
+from training.tunables import Tunables, rate
 
 LN2 = math.log(2.0)
 Metrics = dict[str, jax.Array]
@@ -32,27 +34,33 @@ def make_train_step(
     options: TrainOptions,
     cfg: ModelConfig,
     mesh: Mesh,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
+    make_optimizer: MakeOptimizer,
     shapes: TrainState,
 ) -> Any:
-    """jitted (state, batch, votes) -> (state, metrics). The state given is used up (donated).
+    """jitted (state, batch, votes, tunables) -> (state, metrics). The state given is used up
+    (donated).
 
     Args:
         shapes: from `state_shapes`: the new state lies where the old one did.
 
     batch: [W, B, T]; the gradient flows back through all W windows. votes: int32 [devices], one of
     each process's `Votes`; metrics["stop"] is their maximum, so that all processes hear of one wish
-    at the same step. metrics: float32 and int32 scalars, whole on every device, all of which are
+    at the same step. tunables: see `training.tunables.place`; options.z_loss only says whether that
+    loss is reported. metrics: float32 and int32 scalars, whole on every device, all of which are
     reported but `CONTROL`; those of layers are means over windows and parts, under the names that
     the decoder gives them.
     """
 
     where = jax.tree.map(lambda x: x.sharding, shapes)
 
-    def step(state: TrainState, batch: Batch, votes: jax.Array) -> tuple[TrainState, Metrics]:
+    def step(
+        state: TrainState, batch: Batch, votes: jax.Array, tunables: Tunables
+    ) -> tuple[TrainState, Metrics]:
+        optimizer = make_optimizer(tunables)
         total = jnp.maximum(jnp.sum(batch.loss_weights), 1.0)
-        grads, (nll, z), reported, carry = _gradients(options, cfg, mesh, state, batch, total)
+        grads, (nll, z, correct), reported, carry = _gradients(
+            options, tunables.z_loss, cfg, mesh, state, batch, total
+        )
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         params, reported = after_step(params, cfg, reported)
@@ -66,9 +74,10 @@ def make_train_step(
         count = lambda x: jnp.sum(x, dtype=jnp.int32)  # noqa: E731
         metrics = {
             "loss": loss,
+            "accuracy": correct / total,
             "bits_per_byte": nll / LN2 / jnp.maximum(count(batch.target_bytes), 1),
             "grad_norm": norm,
-            "learning_rate": jnp.asarray(schedule(state.step - state.skipped), jnp.float32),
+            "learning_rate": rate(tunables.schedule, state.step - state.skipped),
             "tokens": count(batch.segment_ids != 0),
             "attended": _attended(cfg, batch.segment_ids),
             "finite": finite,
@@ -89,15 +98,16 @@ def make_train_step(
 
 
 def make_eval_step(cfg: ModelConfig, mesh: Mesh) -> Any:
-    """jitted (params, carry, batch [W, B, T]) -> (carry, {"nll", "weight", "bytes"} sums).
+    """jitted (params, carry, batch [W, B, T]) -> (carry, sums as `eval_values` takes).
 
     The carry given is used up.
     """
 
     def eval_step(params: Any, carry: Any, batch: Batch) -> tuple[Any, Metrics]:
-        carry, ((nll, _), _) = _windows(cfg, mesh, params, batch, carry)
+        carry, (sums, _) = _windows(cfg, mesh, params, batch, carry)
         return carry, {
-            "nll": nll,
+            "nll": sums.nll,
+            "correct": sums.correct,
             "weight": jnp.sum(batch.loss_weights),
             "bytes": jnp.sum(batch.target_bytes, dtype=jnp.int32),
         }
@@ -105,6 +115,31 @@ def make_eval_step(cfg: ModelConfig, mesh: Mesh) -> Any:
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.jit(
         eval_step,
+        donate_argnums=1,
+        out_shardings=(carry_shardings(cfg, mesh), whole),
+        compiler_options=compiler_options(mesh),
+    )
+
+
+def make_score_step(cfg: ModelConfig, mesh: Mesh) -> Any:
+    """jitted (params, carry, batch [1, B, T]) -> (carry, (nats, correct) of each target [B, T]).
+
+    What `make_eval_step` sums, token by token, whatever its weight; see `token_scores`. The carry
+    given is used up.
+    """
+
+    def score_step(
+        params: Any, carry: Any, batch: Batch
+    ) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+        one: Batch = jax.tree.map(lambda x: x[0], batch)
+        hidden, carry, _ = forward(
+            params, cfg, one.tokens, one.segment_ids, one.continues, carry, mesh
+        )
+        return carry, token_scores(params, cfg, hidden, one.targets, mesh)
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(
+        score_step,
         donate_argnums=1,
         out_shardings=(carry_shardings(cfg, mesh), whole),
         compiler_options=compiler_options(mesh),
@@ -161,7 +196,7 @@ def batch_shapes(
     )
 
 
-def _gradients(options: TrainOptions, cfg, mesh: Mesh, state: TrainState, batch: Batch, total):
+def _gradients(options: TrainOptions, z_loss, cfg, mesh: Mesh, state: TrainState, batch, total):
     """(gradient of the summed loss over `total`, LossSums, layers' metrics, new carry), over all
     rows.
 
@@ -171,7 +206,7 @@ def _gradients(options: TrainOptions, cfg, mesh: Mesh, state: TrainState, batch:
 
     def loss(params, carry, batch):
         carry, (sums, reported) = _windows(cfg, mesh, params, batch, carry)
-        return (sums.nll + options.z_loss * sums.z) / total, (sums, reported, carry)
+        return (sums.nll + z_loss * sums.z) / total, (sums, reported, carry)
 
     gradient = jax.grad(loss, has_aux=True)
     if options.grad_accum_steps == 1:
@@ -182,7 +217,7 @@ def _gradients(options: TrainOptions, cfg, mesh: Mesh, state: TrainState, batch:
         grads, (sums, reported, carry) = gradient(state.params, *part)
         return jax.tree.map(jnp.add, so_far, (grads, sums)), (reported, carry)
 
-    zeros = jax.tree.map(jnp.zeros_like, (state.params, LossSums(jnp.float32(0), jnp.float32(0))))
+    zeros = jax.tree.map(jnp.zeros_like, (state.params, LossSums(*[jnp.float32(0)] * 3)))
     parts = jax.tree.map(lambda x: _split_rows(x, options.grad_accum_steps), (state.carry, batch))
     (grads, sums), (reported, carry) = jax.lax.scan(add, zeros, parts)
     return grads, sums, _means(reported), jax.tree.map(_join_rows, carry)

@@ -8,7 +8,7 @@ part of one parameter (reading).
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -36,7 +36,7 @@ class SpecialTokens:
 
 def write_folder(
     folder: str,
-    params: Mapping[str, object],
+    read: Callable[[str], jax.Array],
     cfg: ModelConfig,
     fmt: Format,
     special: SpecialTokens,
@@ -45,16 +45,17 @@ def write_folder(
     """Writes config.json, generation_config.json and the weights. Returns the number of tensors.
 
     Args:
-        params: as the model takes them, float32, on any mesh of this process. dtype: float32 or
-            bfloat16; tensors that the format keeps in float32 stay float32.
+        read: returns a parameter by its path ("blocks/0/mixer/q"), float32, on any mesh of this
+            process. It is called once a parameter, when the one before is no longer held.
+        dtype: float32 or bfloat16; tensors that the format keeps in float32 stay float32.
 
     Raises:
         ConvertError: the format cannot express this model.
     """
     config = fmt.config(cfg)
-    arrays: dict[str, jax.Array] = flatten(params)
     shapes: dict[str, tuple[int, ...]] = {n: s.shape for n, s in flatten(param_specs(cfg)).items()}
-    table = list(tensors(fmt, cfg))
+    by_path = _by_path(tensors(fmt, cfg))
+    table = [tensor for tensors in by_path.values() for tensor in tensors]
     zeros = zero_tensors(fmt, cfg)
     specs = [
         Spec(t.name, _their_shape(t, shapes[t.path]), FLOAT32 if t.float32 else dtype)
@@ -62,9 +63,8 @@ def write_folder(
     ]
     specs += [Spec(name, shape, FLOAT32) for name, shape in zeros.items()]
     with Writer(folder, specs) as writer:
-        for tensor in table:
-            part = np.asarray(arrays[tensor.path][tensor.index])
-            writer.add(tensor.name, tensor.layout.theirs(part))
+        for path, parts in by_path.items():
+            _write_parts(writer, np.asarray(read(path)), parts)
         for name, shape in zeros.items():
             writer.add(name, np.zeros(shape, np.float32))
     ids = dataclasses.asdict(special)
@@ -104,9 +104,9 @@ def read_folder(
     specs = flatten(param_specs(cfg))
     _check(reader, table, {name: spec.shape for name, spec in specs.items()})
     _check_zeros(reader, zero_tensors(fmt, cfg), {t.name for t in table})
-    by_path: dict[str, dict[tuple[int, ...], Tensor]] = {}
-    for tensor in table:
-        by_path.setdefault(tensor.path, {})[tensor.index] = tensor
+    by_path = {
+        path: {tensor.index: tensor for tensor in parts} for path, parts in _by_path(table).items()
+    }
     arrays = {
         path: jax.make_array_from_callback(
             specs[path].shape, sharding, _Parts(reader, by_path[path], specs[path].shape)
@@ -114,6 +114,20 @@ def read_folder(
         for path, sharding in flatten(param_shardings(cfg, mesh)).items()
     }
     return unflatten(param_specs(cfg), arrays), cfg
+
+
+def _by_path(table: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+    """Tensors by the parameter that they are part of."""
+    found: dict[str, list[Tensor]] = {}
+    for tensor in table:
+        found.setdefault(tensor.path, []).append(tensor)
+    return found
+
+
+def _write_parts(writer: Writer, array: np.ndarray, parts: Sequence[Tensor]) -> None:
+    """Writes all tensors that one parameter holds."""
+    for tensor in parts:
+        writer.add(tensor.name, tensor.layout.theirs(array[tensor.index]))
 
 
 def is_folder_of_weights(folder: str) -> bool:

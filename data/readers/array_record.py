@@ -34,6 +34,9 @@ class ArrayRecordReader:
     def __len__(self) -> int:
         return int(self._first_records[-1])
 
+    def fingerprint(self) -> str:
+        return self.files.fingerprint()
+
     def hashes(self) -> np.ndarray:
         return hashes_of_numbers(len(self))
 

@@ -72,6 +72,9 @@ class ParquetReader:
     def __len__(self) -> int:
         return int(self._first_rows[-1])
 
+    def fingerprint(self) -> str:
+        return self.files.fingerprint()
+
     def hashes(self) -> np.ndarray:
         return hashes_of_numbers(len(self))
 

@@ -47,24 +47,27 @@ class Document(NamedTuple):
     """One document.
 
     broken: the record could not be read as a document; its text is empty.
+    counted: what the loss counts, as ascending, disjoint byte ranges [n, 2] (start, stop);
+        len(text) is the end id. They begin and end between characters. None: everything.
     """
 
     text: Text
     broken: bool = False
+    counted: np.ndarray | None = None
 
 
 BROKEN = Document(b"", broken=True)
 
 
 class Reader(Protocol):
-    """Random access to the records of some files. To add a format, implement this protocol and add
-    it to data/documents.py."""
+    """Random access to documents, of files or generated. To add a format, implement this protocol
+    and add it to data/documents.py."""
 
-    files: Files
     sizes: np.ndarray  # [n] int64 bytes, or estimates
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Document: ...
+    def fingerprint(self) -> str: ...  # changes with the content
     def hashes(self) -> np.ndarray: ...  # [n] float64 in [0, 1), from names or numbers
 
 

@@ -43,6 +43,9 @@ class FileReader:
     def __len__(self) -> int:
         return len(self.files)
 
+    def fingerprint(self) -> str:
+        return self.files.fingerprint()
+
     def hashes(self) -> np.ndarray:
         return np.asarray([hash_of_name(name) for name in self._names])
 
@@ -81,6 +84,9 @@ class CutFileReader:
 
     def __len__(self) -> int:
         return len(self._spans)
+
+    def fingerprint(self) -> str:
+        return self.files.fingerprint()
 
     def hashes(self) -> np.ndarray:
         hashes = np.ones(len(self._spans))

@@ -49,10 +49,10 @@ def make_inputs(case: Case, dtype: str = "float32"):
     return arrays, valid
 
 
-def oracle(case: Case):
+def oracle(case: Case, dtype: str = "float32"):
     """(out, gradients) in float64, on the host."""
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        arrays, valid = make_inputs(case)
+        arrays, valid = make_inputs(case, dtype)
         q, k, v, memory_k, memory_v, d_out = (jnp.asarray(np.asarray(x, "float64")) for x in arrays)
         q_index = jnp.asarray(np.stack([number(row)[0] for row in case.ids]))
         k_index = jnp.concatenate([jnp.where(valid, 0, -1), q_index], 1)

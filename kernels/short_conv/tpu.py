@@ -31,6 +31,8 @@ STRIP = 64  # tokens processed at a time: enough that units do not wait for each
 TILE = 512  # tokens per step
 LANE = 128
 LANES = 512  # channels per step; the largest of 512, 256, 128 that divides D and fits the heads
+# Blocks of channels are independent: where a device has two cores (v4, v5p), each takes half.
+PARAMS = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary"))
 
 
 def forward(activation: str | None, heads: int | None, x, halo, weight, reach) -> jax.Array:
@@ -44,6 +46,7 @@ def forward(activation: str | None, heads: int | None, x, halo, weight, reach) -
         out_specs=call.head_tokens(lambda t: t),
         out_shape=call.like(call.head_shape, x.dtype),
         scratch_shapes=[call.window()],
+        compiler_params=PARAMS,
         name="short_conv_forward",
     )(*call.operands)
     return y if heads else y[:, 0, :, : x.shape[2]]
@@ -74,6 +77,7 @@ def backward(activation: str | None, heads: int | None, x, halo, weight, reach, 
             call.window(),
             call.window(max(taps - 1, 1)),
         ],
+        compiler_params=PARAMS,
         name="short_conv_backward",
     )(*call.operands, d_y)
     cut = slice(x.shape[2])

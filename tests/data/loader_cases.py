@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
-    shape = (data, fsdp, context, tensor)
+    shape = (data, fsdp, 1, context, tensor)
     devices = np.asarray(jax.devices()[: int(np.prod(shape))]).reshape(shape)
-    return Mesh(devices, ("data", "fsdp", "context", "tensor"))
+    return Mesh(devices, ("data", "fsdp", "expert", "context", "tensor"))
 
 
 def make_config(tmp_path: Path) -> DataConfig:

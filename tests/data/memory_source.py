@@ -1,7 +1,7 @@
 """Documents in memory whose every token is another number, and an oracle that packs naively.
 
 A document's text is its tokens as four-byte words, so that a token that is lost, repeated or out of
-place shows by its number.
+place shows by its number. In every other document the loss counts some words only.
 """
 
 import numpy as np
@@ -43,7 +43,22 @@ class MemorySource:
     def __getitem__(self, index: int) -> Document:
         if self._lengths[index] < 0:
             return Document(b"", broken=True)
-        return Document(np.asarray(words(index, self._lengths[index]), "<i4").tobytes())
+        length = self._lengths[index]
+        text = np.asarray(words(index, length), "<i4").tobytes()
+        ranges = [
+            # Of the end id, the range is one "byte" after the text.
+            [4 * place, min(4 * place + 4, 4 * length + 1)]
+            for place in range(length + 1)
+            if counts(index, place)
+        ]
+        everything = all(counts(index, place) for place in range(length + 1))
+        counted = None if everything else np.asarray(ranges, np.int64).reshape(-1, 2)
+        return Document(text, counted=counted)
+
+
+def counts(document: int, place: int) -> bool:
+    """Whether the loss counts a document's word; the one after the last is the end id."""
+    return document % 2 == 0 or (place + document) % 3 > 0
 
 
 def words(document: int, length: int) -> list[int]:
@@ -76,13 +91,14 @@ def tokens_of(lengths: list[int], documents: list[int]) -> list[dict[str, int]]:
         for place, token in enumerate(ids):
             last = place == len(ids) - 1
             target = 0 if last else ids[place + 1]
+            counted = not last and counts(document, place)
             stream.append(
                 {
                     "tokens": token,
                     "targets": target,
                     "positions": place,
-                    "loss_weights": int(not last),
-                    "target_bytes": 4 * int(target >= FIRST),
+                    "loss_weights": int(counted),
+                    "target_bytes": 4 * int(counted and target >= FIRST),
                     "document": document,
                 }
             )
@@ -99,7 +115,7 @@ def naive_stream_rows(stream: list[dict[str, int]], length: int) -> list[dict[st
 
 
 def naive_row(tokens: list[dict[str, int]], length: int) -> dict:
-    """Returns one row of the given tokens, padded; a new segment wherever a document begins."""
+    """Returns one row of the given tokens, padded; each document begins a new segment."""
     fields = ("tokens", "targets", "positions", "loss_weights", "target_bytes")
     row = {field: [token[field] for token in tokens] for field in fields}
     segment, ids = 0, []

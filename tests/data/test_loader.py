@@ -1,4 +1,4 @@
-"""The loader: placed on the mesh, ended, saved, resumed, shared out among processes."""
+"""The loader: placement on the mesh, end of data, saving, resuming, several processes."""
 
 import contextlib
 import itertools
@@ -35,14 +35,14 @@ def config(tmp_path) -> DataConfig:
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 4), (2, 2, 2), (1, 1, 4)])
 @pytest.mark.parametrize("windows", [1, 3])
 def test_batches_lie_on_the_mesh(config, shape, windows):
-    """Sharded as said, and whatever the mesh the same as the host's own rows."""
+    """Sharded as documented, and on every mesh equal to the host's own rows."""
     mesh = make_mesh(*shape)
     with loader(config, mesh=mesh, windows=windows) as placed:
-        corpus = placed._corpus
+        mixture = placed._mixture
         start = np.asarray([Record().to_ints()] * 4)
         made = iter(
             Batches(
-                corpus,
+                mixture,
                 config,
                 rows=list(range(4)),
                 records=start,
@@ -55,9 +55,9 @@ def test_batches_lie_on_the_mesh(config, shape, windows):
             batch, expected = next(placed), next(made).batch
             assert plain(batch) == plain(expected)
             for name, field in batch._asdict().items():
-                spec = PartitionSpec(None, ("data", "fsdp"), "context")
+                spec = PartitionSpec(None, ("data", "fsdp", "expert"), "context")
                 if name == "continues":
-                    spec = PartitionSpec(None, ("data", "fsdp"))
+                    spec = PartitionSpec(None, ("data", "fsdp", "expert"))
                 else:
                     assert field.shape == (windows, 4, 64)
                 assert field.sharding.spec == spec
@@ -72,7 +72,7 @@ def test_positions_are_made_only_when_asked_for(config):
 
 
 def test_targets_cross_ranks_and_rows(config):
-    """A rank's and a row's last token predict what comes next, wherever it lies."""
+    """The last token of a rank or row predicts the next token, wherever that is."""
     with loader(config, mesh=make_mesh(context=4)) as placed:
         first, second = take(placed, 2)
     crossing = 0
@@ -91,7 +91,7 @@ def test_targets_cross_ranks_and_rows(config):
 
 @pytest.mark.parametrize("packing", ["stream", "whole"])
 def test_rows_of_a_single_text_file_differ(tmp_path, packing):
-    """Each row reads other parts: within an epoch no line is read twice."""
+    """Rows read different parts: no line is read twice within an epoch."""
     file = tmp_path / "input.txt"
     text = b"".join(b"%07d\n" % number for number in range(64_000))
     file.write_bytes(text)
@@ -112,7 +112,7 @@ def test_rows_of_a_single_text_file_differ(tmp_path, packing):
 @pytest.mark.parametrize("count", [1, 3, 4])
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_fewer_documents_than_rows_are_refused(tmp_path, count, shards):
-    """Where training has no end, as all rows would read the same."""
+    """In endless training, because all rows would read the same text."""
     lines = [json.dumps({"text": f"{number} document "}) for number in range(count)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     options = DataConfig(
@@ -166,7 +166,7 @@ def test_evaluation_is_the_same_every_time(config):
     assert [plain(batch) for batch in other_seed] == first
     limited = loader(config, "eval", max_batches=2)
     assert [plain(batch) for batch in limited] == first[:2]
-    held_out = sum(len(source.source[i].text) + 2 for i in range(len(source.source)))
+    held_out = sum(len(source.sources[0][i].text) + 2 for i in range(len(source.sources[0])))
     assert sum(np.count_nonzero(batch["segment_ids"]) for batch in first) == held_out
     assert np.any(np.asarray(first[-1]["segment_ids"])[..., -1] == 0)
     for batch in first:
@@ -176,7 +176,7 @@ def test_evaluation_is_the_same_every_time(config):
 
 
 def test_looking_ahead_moves_nothing(config):
-    """The position, the batches and the end are those of a loader that nobody asked."""
+    """The position, the batches and the end are those of a loader without the calls."""
     asked, other = (loader(change(config, epochs=1)) for _ in range(2))
     batches = 0
     for batch in other:
@@ -192,7 +192,7 @@ def test_looking_ahead_moves_nothing(config):
 
 
 def test_evaluation_of_an_end_read_in_parts_is_that_of_one_read_whole(tmp_path, monkeypatch):
-    """Batch by batch, restored as well, over cuts at lines and inside of them."""
+    """Batch by batch, also after a restore, across cuts at lines and inside lines."""
     monkeypatch.setattr(stream, "SPAN_BYTES", 100)
     text = "".join("漢字 " * (i % 60) + "\n" for i in range(200)).encode()
     (tmp_path / "book.txt").write_bytes(text)
@@ -202,7 +202,7 @@ def test_evaluation_of_an_end_read_in_parts_is_that_of_one_read_whole(tmp_path, 
         monkeypatch.setattr(reader, "LONG_BYTES", mapped)
         with loader(config, "eval") as source:
             assert isinstance(
-                source.source[0].text, bytes if mapped == len(text) else reader.FileText
+                source.sources[0][0].text, bytes if mapped == len(text) else reader.FileText
             )
             made.append([[plain(batch), source.state()] for batch in source])
             source.restore(made[0][20][1])
@@ -211,10 +211,12 @@ def test_evaluation_of_an_end_read_in_parts_is_that_of_one_read_whole(tmp_path, 
 
 
 def test_training_ends_with_its_epochs(config):
-    """All tokens of two epochs, then the end, again and again; without epochs no end."""
+    """All tokens of two epochs, then the end, repeatedly; without epochs there is no end."""
     source = loader(change(config, epochs=2))
     tokens = sum(int(np.count_nonzero(batch.segment_ids)) for batch in source)
-    assert tokens == 2 * sum(len(source.source[i].text) + 2 for i in range(len(source.source)))
+    assert tokens == 2 * sum(
+        len(source.sources[0][i].text) + 2 for i in range(len(source.sources[0]))
+    )
     with pytest.raises(StopIteration):
         next(source)
     with loader(config) as endless:
@@ -274,14 +276,14 @@ def test_many_broken_documents_are_reported_when_first_seen(tmp_path, broken, an
 
 def test_the_epoch_is_counted(config):
     with loader(change(config, epochs=2)) as source:
-        assert source.epoch() == 0
-        epochs = [source.epoch() for _ in source]
+        assert source.progress() == {"learning/epoch": 0}
+        epochs = [source.progress()["learning/epoch"] for _ in source]
     assert epochs == sorted(epochs)
-    assert source.epoch() == 2
+    assert source.progress() == {"learning/epoch": 2}
 
 
 def test_a_wait_for_data_has_a_limit(config, monkeypatch):
-    """`ready` waits no longer than its limit; then nothing else waits."""
+    """`ready` waits no longer than its limit; after that nothing else waits."""
     read, gate = DocumentSource.__getitem__, threading.Event()
     monkeypatch.setattr(
         DocumentSource, "__getitem__", lambda self, i: gate.wait() and read(self, i)
@@ -318,7 +320,7 @@ def test_what_comes_after_the_last_full_row_is_counted(tmp_path, packing):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_reading_reaches_the_caller(config, workers):
-    """In one line, at the batch that needed the file; asking again neither hangs nor skips."""
+    """With one line, at the batch that needs the file; another call neither hangs nor skips."""
     with loader(change(config, workers=workers)) as source:
         before = take(source, 1)
         for file in Path(config.path).iterdir():
@@ -359,7 +361,7 @@ if __name__ == "__main__":
 
 
 def test_signals_to_the_group_are_the_parents_and_workers_end_with_it(config):
-    """From Slurm, systemd or a terminal, as workers start and later. Killed, it leaves none."""
+    """From Slurm, systemd or a terminal, while workers start and later. A kill leaves none."""
     options = json.dumps(change(config, workers=2).__dict__)
     parent = subprocess.Popen(
         [sys.executable, "-c", GROUP.format(root=str(ROOT)), options],
@@ -424,7 +426,7 @@ def test_a_loader_can_start_ahead(config, monkeypatch):
         (
             (2, 2, 1),
             {"global_batch_size": 6},
-            "config.data.global_batch_size=6: needs a multiple of mesh.data * mesh.fsdp",
+            "config.data.global_batch_size=6: needs a multiple of mesh.data * fsdp * expert",
         ),
         ((1, 1, 4), {"sequence_length": 66}, "config.data.sequence_length=66: needs a multiple of"),
         ((2, 1, 1), {"global_batch_size": 1}, "= 2, such as 2"),

@@ -1,4 +1,4 @@
-"""Positions of the loader: what follows a restored one, on any mesh and with any workers."""
+"""Positions of the loader: what follows a restored position, on any mesh, with any workers."""
 
 import contextlib
 import hashlib
@@ -22,7 +22,7 @@ def config(tmp_path) -> DataConfig:
 
 @pytest.mark.parametrize("packing", ["stream", "whole"])
 def test_restored_anywhere_the_same_batches_follow(config, packing):
-    """From every position of two epochs, whatever ran ahead; the position is plain JSON."""
+    """From every position of two epochs, whatever was prefetched; the position is plain JSON."""
     config = change(config, packing=packing, epochs=2, packing_bins=3)
     states, made = [], []
     with loader(change(config, prefetch=5)) as source:
@@ -52,8 +52,8 @@ if __name__ == "__main__":
     from data.loader import make_loader
     from data.options import DataConfig
     given = json.load(sys.stdin)
-    mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1, 1),
-                ("data", "fsdp", "context", "tensor"))
+    mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1, 1, 1, 1),
+                ("data", "fsdp", "expert", "context", "tensor"))
     for options, state, count in given:
         loader = make_loader(DataConfig(**options), split="train", mesh=mesh, seed=7, windows=2,
                              positions=True)
@@ -69,7 +69,7 @@ if __name__ == "__main__":
 
 
 def test_a_new_process_goes_on_with_workers(config):
-    """N batches here; n here and N - n in a new process with two workers; it ends by itself."""
+    """N batches here; n here and N - n in a new process with two workers, which ends normally."""
     given, expected = [], []
     for packing in ("stream", "whole"):
         options = change(config, packing=packing, epochs=3)
@@ -127,7 +127,7 @@ def test_another_sequence_length_goes_on_with_the_same_tokens(config):
     ],
 )
 def test_a_position_of_other_data_is_refused(config, options, said, can_go_on):
-    """With going on as a way out only where that is one."""
+    """The message offers to continue only if that is possible."""
     with loader(config) as source:
         next(source)
         state = source.state()
@@ -156,10 +156,10 @@ def test_another_seed_is_refused(config):
 
 
 def test_going_on_with_other_rows_loses_nothing(config):
-    """Every token of the epoch once, through three numbers of rows and a restart in between."""
+    """Every token of the epoch once, across three numbers of rows and a restart in between."""
     config = change(config, epochs=1, on_data_change="continue")
     with loader(config) as source:
-        expected = sum(len(source.source[i].text) + 2 for i in range(len(source.source)))
+        expected = sum(len(source.sources[0][i].text) + 2 for i in range(len(source.sources[0])))
         made = take(source, 6)
         state = source.state()
     with loader(change(config, global_batch_size=2)) as source:
@@ -179,10 +179,10 @@ def test_going_on_with_other_rows_loses_nothing(config):
         assert source.restore(state)
         made += [plain(batch) for batch in source]
         assert source.counts()["tokens"] == expected
-        assert source.counts()["documents"] == len(source.source)
+        assert source.counts()["documents"] == len(source.sources[0])
     assert sum(np.count_nonzero(batch["segment_ids"]) for batch in made) == expected
     ends = sum(np.count_nonzero(np.asarray(batch["tokens"]) == 257) for batch in made)
-    assert ends == len(source.source)
+    assert ends == len(source.sources[0])
 
 
 def test_going_on_with_other_documents_starts_them(config):

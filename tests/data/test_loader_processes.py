@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 
 from data.loader import make_loader
@@ -39,12 +40,12 @@ json.dump(results, open(given["to"], "w"))
 
 
 def make_mesh(shape: list[int], order: list[int]) -> Mesh:
-    devices = np.asarray(jax.devices())[order].reshape(shape[0], 1, shape[1], 1)
-    return Mesh(devices, ("data", "fsdp", "context", "tensor"))
+    devices = np.asarray(jax.devices())[order].reshape(shape[0], 1, 1, shape[1], 1)
+    return Mesh(devices, ("data", "fsdp", "expert", "context", "tensor"))
 
 
 def run(case: tuple[list[int], list[int]], options: dict) -> dict:
-    """Returns what a process sees of an epoch and of evaluation: its shards by place."""
+    """Returns a process's part of an epoch and of evaluation: its shards by position."""
     mesh = make_mesh(*case)
     seen: dict = {"shards": [], "batches": {}, "totals": {}}
     for split in ("train", "eval"):
@@ -68,7 +69,8 @@ def run(case: tuple[list[int], list[int]], options: dict) -> dict:
     return seen
 
 
-def test_two_processes_load_what_one_does(tmp_path):
+@pytest.mark.parametrize("mixed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_processes_load_what_one_does(tmp_path, mixed):
     generator = np.random.default_rng(1)
     for number, size in enumerate(generator.integers(1, 300, 30)):
         (tmp_path / f"{number:02}.txt").write_bytes(generator.bytes(int(size)))
@@ -80,6 +82,10 @@ def test_two_processes_load_what_one_does(tmp_path):
         "global_batch_size": 4,
         "epochs": 1,
     }
+    if mixed:
+        mixture = f"2 text {options.pop('path')}; 1 ledger"
+        options |= {"source": "stdlib", "mixture": mixture}
+        options |= {"task_length": 256, "task_documents": 40}
     address = f"localhost:{take_port()}"
     outputs = [tmp_path.parent / f"{tmp_path.name}.{process}.json" for process in range(2)]
     children = []
@@ -113,8 +119,9 @@ def test_two_processes_load_what_one_does(tmp_path):
         )
     for output in outputs:
         refusal = json.loads(output.read_text())[-1]
+        option = "mixture" if mixed else "eval_fraction"
         assert refusal.startswith(
-            "config.data.eval_fraction: process 1 reads other data than process 0"
+            f"config.data.{option}: process 1 reads other data than process 0"
         )
     # The rows are uneven: one process's own streams end before the other's.
     assert alone["batches"]["train"] > 10

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from data import assignment, stream
 from data.assignment import DocumentAssigner, SavedAssignment
+from data.mixture import Mixture
 from data.options import DataConfig
 from data.packing import Record
 from data.pipeline import Batches, HostBatch, count_batches, shared_out
@@ -27,7 +28,13 @@ def make(shared: Corpus, packing="stream", *, rows, records, windows=1, bins=3) 
     config = DataConfig(packing=packing, packing_bins=bins)
     made = []
     for batch in Batches(
-        shared, config, rows=rows, records=records, windows=windows, workers=0, positions=True
+        Mixture((shared,)),
+        config,
+        rows=rows,
+        records=records,
+        windows=windows,
+        workers=0,
+        positions=True,
     ):
         if not batch.live:
             return made
@@ -67,11 +74,11 @@ def rows_of(made: list[HostBatch], row: int) -> list[dict[str, list]]:
 def test_streams_hold_every_token_once_in_order(
     lengths, hosts, rows_a_host, length, epochs, windows, seed, data
 ):
-    """All fields against a packer that goes token by token, over hosts, epochs and a restart."""
+    """All fields against a token-by-token packer, over hosts, epochs and a restart."""
     rows = hosts * rows_a_host
     shared = corpus(lengths, rows=rows, sequence_length=length, epochs=epochs, seed=seed)
     config = DataConfig(packing="stream")
-    total = count_batches(shared, config, start(rows), windows=windows, limit=10**6)
+    total = count_batches(Mixture((shared,)), config, start(rows), windows=windows, limit=10**6)
     seen: Counter = Counter()
     longest = 0
     for host in range(hosts):
@@ -111,7 +118,7 @@ def test_streams_hold_every_token_once_in_order(
     data=st.data(),
 )
 def test_whole_documents_stay_whole(lengths, rows, length, bins, epochs, data):
-    """Rows against first-fit written naively; a restart anywhere gives what would have followed."""
+    """Rows against a naive first-fit; a restart anywhere continues with the same rows."""
     shared = corpus(lengths, rows=rows, sequence_length=length, epochs=epochs)
     made = make(shared, "whole", rows=list(range(rows)), records=start(rows), bins=bins)
     for row in range(rows):
@@ -157,7 +164,7 @@ def naive_whole_rows(tokens: list[dict[str, int]], length: int, bins: int) -> li
     data=st.data(),
 )
 def test_assigning_anew_loses_and_repeats_nothing(lengths, changes, length, epochs, data):
-    """A run that continues with other rows, several times, still reads each token once an epoch."""
+    """A run that continues with other rows, several times, reads each token once per epoch."""
     seen: Counter = Counter()
     previous = None
     for number, rows in enumerate(changes):
@@ -214,7 +221,7 @@ class BytesSource:
     data=st.data(),
 )
 def test_long_documents_come_in_blocks_unnoticed(text, span, length, data):
-    """Bytes come out whatever the size of blocks, from any position, and count their flaws once."""
+    """The bytes are right for any block size, from any position, and flaws are counted once."""
     shared = Corpus(
         BytesSource([text]),
         ByteTokenizer(),
@@ -262,14 +269,14 @@ def test_documents_without_any_text_end_the_run():
     shared = corpus([0, -1, 0], rows=2, sequence_length=8, epochs=0)
     config = DataConfig()
     endless = Batches(
-        shared, config, rows=[0, 1], records=start(2), windows=1, workers=0
+        Mixture((shared,)), config, rows=[0, 1], records=start(2), windows=1, workers=0
     ).__iter__()
     with pytest.raises(ValueError, match=r"config\.data\.path: no text in any document of memory"):
         next(endless)
 
 
 def test_assignments_are_balanced_and_reshuffled():
-    """Streams end an epoch within its small documents of each other, and in other company."""
+    """Streams end an epoch within a few small documents of each other, and groups change."""
     generator = np.random.default_rng(0)
     sizes = np.exp(generator.normal(8, 1.5, size=600)).astype(np.int64)
     assigner = DocumentAssigner(sizes, streams=4, seed=3, epochs=0, shuffle=True)
@@ -333,7 +340,7 @@ def test_workers_share_rows_evenly(rows, workers, used):
 
 
 class Failing(BytesSource):
-    """Documents of which, from some number of reads on, only every n-th has text."""
+    """Documents of which only every n-th has text, from some number of reads on."""
 
     def __init__(self, count: int, reads: int, keep: int, first: int = 1):
         super().__init__([b"text"] * count)
@@ -357,7 +364,7 @@ def read(source: Failing, shuffle: bool, documents: int) -> Counts:
 
 
 def test_a_run_whose_documents_lose_their_text_stops():
-    """At once all of them or nearly; not where a part is lost, as of a file out of many."""
+    """If all or nearly all are lost at once; not if a part is lost, such as one of many files."""
     for keep in (10**9, 200):
         with pytest.raises(DataError, match=r"of the last 500 documents .*had text"):
             read(Failing(10_000, reads=3_000, keep=keep), True, 9_000)

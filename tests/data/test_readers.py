@@ -1,4 +1,4 @@
-"""What readers make of files: how one text file is cut, and which Parquet columns hold text."""
+"""Readers: how one text file is cut, and which Parquet columns are text."""
 
 import pyarrow
 import pyarrow.parquet
@@ -6,13 +6,14 @@ import pytest
 
 from data.documents import open_source
 from data.options import DataConfig
-from data.readers.jsonl import text_of
+from data.readers.forms import TextForm
+from data.readers.jsonl import texts_of
 from tests.data.test_documents import texts
 
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
 def test_a_single_text_file_is_cut_for_training(tmp_path, newline):
-    """At line starts, into documents of a fixed size; all of it once, the end held out whole."""
+    """At line starts, into documents of a fixed size; all of it once, with the end held out."""
     file = tmp_path / "book.txt"
     text = b"".join(f"line {i} 漢字".encode() + newline for i in range(50_000))
     file.write_bytes(text)
@@ -35,7 +36,7 @@ def test_a_single_text_file_is_cut_for_training(tmp_path, newline):
 
 @pytest.mark.parametrize("size", [1, 65_535, 65_536, 65_537, 65_540, 131_072, 300_000])
 def test_a_file_without_lines_is_cut_between_characters(tmp_path, size):
-    """Up to 64 KiB it is one document; the characters stand across every multiple of 64 KiB."""
+    """Up to 64 KiB it is one document; characters straddle every multiple of 64 KiB."""
     file = tmp_path / "line.txt"
     text = ("x" * (size % 3) + "漢" * (size // 3)).encode()
     file.write_bytes(text)
@@ -77,7 +78,7 @@ def test_parquet_of_repeated_bytes_that_are_no_utf8_has_text(tmp_path):
 @pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.null()])
 @pytest.mark.parametrize("value", ["", None])
 def test_parquet_without_text_is_refused_at_once(tmp_path, value, kind):
-    """Though its pages take some bytes."""
+    """Although its pages take some bytes."""
     file = tmp_path / "a.parquet"
     value = None if kind == pyarrow.null() else value
     table = pyarrow.table({"text": pyarrow.array([value] * 2000, kind)})
@@ -181,4 +182,4 @@ JSON = [
 
 @pytest.mark.parametrize(("line", "text"), JSON)
 def test_json_details(line, text):
-    assert text_of(line, "text") == text
+    assert texts_of(line, TextForm("text").texts) == [text]

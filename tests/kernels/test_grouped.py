@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels.accuracy import CONVOLUTION_BFLOAT16
 from kernels.grouped import grouped_matmul
 from tests.model_cases import worst_error
-from tests.tolerances import CONVOLUTION_BFLOAT16, KDA_FLOAT32
+from tests.tolerances import KDA_FLOAT32
 
 ROWS, INPUT, OUTPUT = 300, 12, 20
 

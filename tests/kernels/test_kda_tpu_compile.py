@@ -187,6 +187,18 @@ def test_bundles_count_loops_by_their_trips():
     assert weigh(lines) == 1 + 10 * (3 + 5 * 2) + 1
 
 
+def test_a_loop_that_ends_with_its_inner_loop_has_trips():
+    """The exit test of the outer loop is predicated by that of the inner one."""
+    test = "/* loop exit test */"
+    lines = [
+        "   0x1 LB: > { %1 = b }",
+        "   0x2 LB: > > { %2 = c }",
+        f"   0x3   : > > {{ %p7 = scmp.ge.s32.totalorder %s1, 5 {test} }}",
+        f"   0x4   : > {{ %p5 = scmp.ge.s32.totalorder (%p7), %s2, 3 {test} }}",
+    ]
+    assert weigh(lines) == 3 * (2 + 5 * 2)
+
+
 def test_a_loop_whose_marks_are_missing_in_its_midst_is_one_loop():
     test = "/* loop exit test */"
     lines = [

@@ -127,5 +127,5 @@ def test_refuses_what_is_not_a_row_of_ids(ids, options, message):
 def test_wide_ids_are_taken_where_their_values_are_known():
     segments = plan_segments(ROWS.astype(np.int64))
     np.testing.assert_array_equal(segments.index, plan_segments(jnp.asarray(ROWS)).index)
-    with jax.enable_x64(True), pytest.raises(ValueError, match="must be int32 where they are"):
+    with jax.enable_x64(True), pytest.raises(ValueError, match="must be int32 if they are traced"):
         jax.jit(plan_segments)(jnp.asarray(ROWS, jnp.int64))

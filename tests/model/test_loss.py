@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.loss import loss_sums
+from model.loss import loss_sums, token_scores
 from model.params import param_shardings
 from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, worst_error
 from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
@@ -31,13 +31,17 @@ def params_of(cfg):
     return params_of_kind(cfg.tie_embeddings)
 
 
+# So that some are correct: the head's own choice at some places.
+TARGETS[:, :7] = (HIDDEN @ np.asarray(params_of(KDA)["head"])[:, :VOCABULARY]).argmax(-1)[:, :7]
+
+
 def head_of(cfg, params):
     return params["embedding"].T if cfg.tie_embeddings else params["head"]
 
 
 @functools.cache
 def expected(cfg, z: float):
-    """((nll, z), (d_hidden, d_head)) in float64 for the loss nll + z * z_sum."""
+    """((nll, z, correct), (d_hidden, d_head)) in float64 for the loss nll + z * z_sum."""
     with jax.enable_x64(True):
         head = np.asarray(head_of(cfg, params_of(cfg)), np.float64)[:, :VOCABULARY]
 
@@ -45,10 +49,11 @@ def expected(cfg, z: float):
             scores = hidden @ head
             lse = jax.nn.logsumexp(scores, axis=-1)
             hit = jnp.take_along_axis(scores, TARGETS[..., None], axis=-1)[..., 0]
-            return jnp.sum(WEIGHTS * (lse - hit)), jnp.sum(WEIGHTS * lse**2)
+            correct = jnp.sum(WEIGHTS * (scores.argmax(-1) == TARGETS))
+            return jnp.sum(WEIGHTS * (lse - hit)), jnp.sum(WEIGHTS * lse**2), correct
 
         def loss(hidden, head):
-            nll, square = sums(hidden, head)
+            nll, square, _ = sums(hidden, head)
             return nll + z * square
 
         hidden = jnp.asarray(np.asarray(HIDDEN, np.float64))
@@ -81,6 +86,25 @@ def check(cfg, mesh, z=0.1):
     assert worst_error(d_head[:, :VOCABULARY], expected_head)[0] < MODEL_FLOAT32_GRADIENT
     assert not d_head[:, VOCABULARY:].any()  # the padded vocabulary learns nothing
     return d_hidden
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [{}, pytest.param({"context": 2, "tensor": 2, "data": 2}, marks=pytest.mark.slow)],
+)
+def test_scores_of_tokens_are_what_sums_add_up(mesh):
+    """Every token's own numbers, in chunks that do not divide the tokens."""
+    cfg, made = dataclasses.replace(KDA, loss_chunk=7), make_mesh(**mesh)
+    params = jax.device_put(params_of(cfg), param_shardings(cfg, made))
+    nats, correct = jax.jit(lambda p, x, y: token_scores(p, cfg, x, y, made))(
+        params, HIDDEN, TARGETS
+    )
+    scores = np.asarray(HIDDEN, np.float64) @ np.asarray(params_of(cfg)["head"], np.float64)
+    scores = scores[..., :VOCABULARY]
+    hit = np.take_along_axis(scores, TARGETS[..., None], -1)[..., 0]
+    expected_nats = np.log(np.exp(scores).sum(-1)) - hit
+    assert worst_error(nats, expected_nats)[0] < MODEL_FLOAT32
+    assert np.array_equal(correct, scores.argmax(-1) == TARGETS) and 20 < correct.sum() < 60
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 24, 80, 1000])

@@ -21,18 +21,20 @@ from model.mixers.registry import MIXERS, mixers_of
 from options import OptionError
 from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, row
 from tests.tolerances import MODEL_FLOAT32
-from training.options import TrainOptions
+from training.options import OptimizerOptions, TrainOptions
 from training.state import state_shapes
 from training.step import make_train_step, make_votes
+from training.tunables import tunables_of
 
 TOY = dataclasses.replace(KDA, pattern="toy, toy", num_repeats=2)
 SIZES = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1}
 RATE = 0.05
+TUNABLES = tunables_of(OptimizerOptions(schedule_steps=1000), z_loss=0.0)
 LENGTH = 16
 
 
 class Toy:
-    """Everything that the protocol asks for, and nothing that exists anywhere else."""
+    """Implements the whole protocol without reusing any existing mixer."""
 
     READS_POSITIONS = False
 
@@ -97,14 +99,16 @@ def train(cfg, batch: Batch, steps: int, options: TrainOptions = TrainOptions())
     """The parameters before each step, the metrics of each, and the state at the end."""
     mesh, optimizer = make_mesh(), optax.sgd(RATE)
     shapes = state_shapes(cfg, mesh, optimizer, batch.tokens.shape[1], 2)
-    step = make_train_step(options, cfg, mesh, optimizer, optax.constant_schedule(RATE), shapes)
+    step = make_train_step(options, cfg, mesh, lambda _: optimizer, shapes)
     state = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes)
     state = state._replace(params=make_params(cfg))
     state = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), state, shapes)
     before, metrics = [], []
     for _ in range(steps):
         before.append(jax.device_get(state.params))
-        state, reported = step(state, jax.tree.map(jnp.asarray, batch), make_votes(mesh)[0])
+        state, reported = step(
+            state, jax.tree.map(jnp.asarray, batch), make_votes(mesh)[0], TUNABLES
+        )
         metrics.append(jax.device_get(reported))
     return before, metrics, jax.device_get(state)
 
@@ -145,10 +149,8 @@ def test_metrics_are_means_over_windows_and_parts(parts):
 def test_layers_without_metrics_add_none():
     mesh, batch = make_mesh(), batch_of(FULL[None])
     shapes = state_shapes(KDA, mesh, optax.sgd(RATE), 2, 2)
-    step = make_train_step(
-        TrainOptions(), KDA, mesh, optax.sgd(RATE), optax.constant_schedule(RATE), shapes
-    )
-    _, metrics = jax.eval_shape(step, shapes, batch, make_votes(mesh)[0])
+    step = make_train_step(TrainOptions(), KDA, mesh, lambda _: optax.sgd(RATE), shapes)
+    _, metrics = jax.eval_shape(step, shapes, batch, make_votes(mesh)[0], TUNABLES)
     assert "loss" in metrics and not [name for name in metrics if "/" in name]
 
 

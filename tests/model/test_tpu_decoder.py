@@ -17,10 +17,13 @@ from training.estimate.compile import abstract_step
 pytestmark = pytest.mark.slow
 
 
-def compiled_step(topology: str, **model) -> str:
-    """HLO text of the main config's training step on four devices of a topology."""
+def compiled_step(topology: str, mesh: dict[str, int] | None = None, **model) -> str:
+    """HLO text of the main config's training step on devices of a topology, by default four."""
     config = kda_cp4.get_config()
     config.model.update(**model)
+    config.mesh.update(mesh or {})
+    config.data.global_batch_size *= config.mesh.data * config.mesh.fsdp
+    config.data.sequence_length = max(config.data.sequence_length, 64 * config.mesh.context)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     step, arguments, *_ = abstract_step(devices, config, 258)
     return step.lower(*arguments).compile().as_text()
@@ -54,3 +57,19 @@ def test_new_parameters_are_not_copied():
     copied = re.findall(r"= f32\[([\d,]+)\]\S* copy\(%all-gather", text)
     sizes = [math.prod(map(int, shape.split(","))) for shape in copied]
     assert text.count("all-gather(") > 10 and max(sizes, default=0) < 100, copied
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh"),
+    [
+        ("v6e:8x8", {"context": 64}),
+        ("v6e:4x4", {"data": 2, "fsdp": 2, "context": 2, "tensor": 2}),
+    ],
+)
+def test_the_step_compiles_over_64_context_ranks_and_over_all_axes(topology, mesh):
+    text = compiled_step(topology, mesh, num_repeats=1)
+    kernels = [line for line in text.splitlines() if "tpu_custom_call" in line]
+    assert sum("kda_forward" in line for line in kernels) == 2, kernels
+    assert sum("kda_backward" in line for line in kernels) == 1, kernels
+    devices = math.prod(mesh.values())
+    assert f"num_partitions={devices}" in text

@@ -1,13 +1,17 @@
 """export.py, generate.py and --init_from of an exported folder, as a user runs them."""
 
+import gc
 import json
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
+from checkpoints.safetensors_io import Reader, Writer
 from tests.trainer import ROOT, environment, train
+from training.export import export
 
 SIZES = ("--config.model.num_repeats=1", "--config.train.steps=2", "--config.eval.batches=2")
 SIZES += tuple(  # a hybrid of KDA and MLA
@@ -62,13 +66,53 @@ def test_several_prompts_are_printed_one_after_another(workdir):
 
 
 def test_init_from_an_exported_folder_starts_from_its_parameters(workdir, exported, tmp_path):
-    """The first loss equals that of --init_from the run itself."""
-    losses = []
+    """The evaluation before the first step, and its loss, are those of --init_from the run itself;
+    the former is the run's own last one."""
+    last = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[-1])
+    values = []
     for name, source in (("a", workdir), ("b", exported)):
-        train(tmp_path / name, *SIZES, f"--init_from={source}")
-        first = (tmp_path / name / "metrics.jsonl").read_text().splitlines()[0]
-        losses.append(json.loads(first)["learning/loss"])
-    np.testing.assert_array_equal(losses[0], losses[1])
+        done = train(tmp_path / name, *SIZES, f"--init_from={source}")
+        assert "step 0/2" in done.stdout and "validation loss" in done.stdout
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        first, second = json.loads(lines[0]), json.loads(lines[1])
+        assert (first["step"], second["step"]) == (0, 1) and first["eval/loss"] == last["eval/loss"]
+        values.append([first["eval/loss"], second["learning/loss"]])
+    np.testing.assert_array_equal(values[0], values[1])
+
+
+def test_evaluation_data_may_change_when_a_run_is_resumed(workdir, tmp_path):
+    """Its position in the training data is kept; a line says what changed."""
+    texts = {name: tmp_path / f"{name}.jsonl" for name in ("train", "old", "new")}
+    for name, path in texts.items():
+        lines = (json.dumps({"text": f"{number} of {name} " * 60}) for number in range(8))
+        path.write_text("\n".join(lines))
+    data = ("--config.data.source=jsonl", f"--config.data.path={texts['train']}")
+    run_dir = tmp_path / "run"
+    train(run_dir, *SIZES, *data, f"--config.data.eval_path={texts['old']}")
+    more = (*SIZES, "--config.train.steps=3", *data)
+    done = train(run_dir, *more, f"--config.data.eval_path={texts['new']}")
+    assert "resumed from step 2" in done.stdout and "carried state starts" not in done.stdout
+    assert f"config.data.eval_path is '{texts['old']}' there and '{texts['new']}'" in done.stdout
+
+
+def test_export_holds_one_parameter_at_a_time(workdir, tmp_path, monkeypatch):
+    """Counted whenever a tensor is written."""
+    live = []
+    add = Writer.add
+
+    def counted(writer, name, array):
+        live.append(sum(x.nbytes for x in jax.live_arrays()) - before)
+        add(writer, name, array)
+
+    monkeypatch.setattr(Writer, "add", counted)
+    gc.collect()
+    before = sum(x.nbytes for x in jax.live_arrays())
+    export(str(workdir), str(tmp_path / "out"), "kimi_linear", "float32")
+    reader = Reader(str(tmp_path / "out"))
+    sizes = [entry.nbytes for entry in reader.entries.values()]
+    largest = 4 * 384 * 64  # the embedding, its vocabulary padded to 384
+    assert max(live) <= largest + 1024, (max(live), largest)
+    assert sum(sizes) > 4 * largest, "the bound would not tell one from all"
 
 
 def files(folder) -> dict[str, tuple[int, bytes]]:

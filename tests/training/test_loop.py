@@ -1,4 +1,4 @@
-"""The loop alone, with stand-ins for all that it turns."""
+"""The loop alone, with stand-ins for everything that it calls."""
 
 import contextlib
 import itertools
@@ -15,7 +15,7 @@ from training.step import NO_DATA, Votes
 
 
 class Stub:
-    """Notes what it is asked to do, in the order of the whole run."""
+    """Records the calls, in the order of the whole run."""
 
     def __init__(self, steps=100, log=1, evals=0, saves=0, batches=100, trace_ends=None, vote=None):
         self.events = []
@@ -57,7 +57,7 @@ class Stub:
             error_ahead=lambda seconds: (True, self.error_ahead),
             ready=lambda seconds: self.stuck_after is None or self.left > self.stuck_after,
             more=lambda: self.left > 0,
-            epoch=lambda: 0.5,
+            progress=lambda: {"learning/epoch": 0.5},
             evaluate=self._evaluate,
             saver=saver,
             meter=meter,
@@ -118,7 +118,7 @@ def test_the_time_of_ending_a_trace_is_no_steps():
 
 
 def test_step_times_are_all_of_training_and_of_waiting_for_data(monkeypatch):
-    """By a clock that is moved by hand: what evaluations and saves take is in no step's time."""
+    """With a simulated clock: the time of evaluations and saves is in no step's time."""
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     stub, times = Stub(steps=20, evals=10, saves=5), []
@@ -165,7 +165,7 @@ def test_a_vote_to_stop_saves_before_a_due_evaluation():
 
 
 def test_told_to_stop_while_waiting_for_data_the_last_step_is_saved():
-    """Of ten batches five come; the others never do."""
+    """Of ten batches five arrive; the others never do."""
     stub = Stub(batches=10)
     stub.stuck_after = 5
     polls = itertools.count()

@@ -1,6 +1,7 @@
-"""The optimizer: schedules at their corners, a rule for every parameter, what each rule does."""
+"""The optimizer: a rule for every parameter, and what each rule does."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,15 @@ import numpy as np
 import optax
 import pytest
 
+from model.axes import ParamSpec
 from model.params import param_shardings, param_specs
 from tests.model_cases import MIXED, make_mesh, make_params
-from training.optimizer import _muon, make_optimizer, make_schedule, rule_names
+from training import optimizer as training_optimizer
+from training.muon import scale_by_muon
+from training.optimizer import _muon, rule_names
 from training.options import OptimizerOptions
 from training.state import flatten, state_shapes
+from training.tunables import rate, schedule_of, tunables_of
 
 OPTIONS = OptimizerOptions(
     name="adamw",
@@ -31,20 +36,8 @@ OPTIONS = OptimizerOptions(
 )
 
 
-@pytest.mark.parametrize(
-    ("changes", "points"),
-    [
-        ({}, {0: 0.0, 5: 0.05, 10: 0.1, 55: 0.055, 100: 0.01, 5000: 0.01}),
-        ({"warmup_steps": 0}, {0: 0.1, 50: 0.055, 100: 0.01}),
-        ({"schedule": "wsd"}, {0: 0.0, 5: 0.05, 10: 0.1, 80: 0.1, 90: 0.055, 100: 0.01, 999: 0.01}),
-        ({"schedule": "wsd", "warmup_steps": 0}, {0: 0.1, 80: 0.1, 90: 0.055}),
-        ({"schedule": "wsd", "decay_steps": 90}, {10: 0.1, 55: 0.055, 100: 0.01}),
-    ],
-)
-def test_schedules(changes, points):
-    schedule = make_schedule(dataclasses.replace(OPTIONS, **changes))
-    found = {step: float(schedule(step)) for step in points}
-    assert found == pytest.approx(points, abs=1e-7)
+def make_optimizer(options: OptimizerOptions, cfg, mesh) -> optax.GradientTransformation:
+    return training_optimizer.make_optimizer(options, cfg, mesh, tunables_of(options, z_loss=0.0))
 
 
 # What kind of parameter each name's end stands for, written down independently of the table.
@@ -167,9 +160,10 @@ def test_muon_is_optaxs(count):
     params = {n: x for n, x in flatten(make_params(cfg)).items() if n.endswith(("/q", "down"))}
     names = flatten(param_shardings(cfg, make_mesh()))
     options = dataclasses.replace(OPTIONS, name="muon", warmup_steps=0)
-    ours = _muon(options, {name: names[name] for name in params})
+    ours = _muon(0.95, tunables_of(options, z_loss=0.0), {name: names[name] for name in params})
     theirs = optax.contrib.muon(
-        make_schedule(options), beta=0.95, weight_decay=0.5, consistent_rms=0.2,
+        functools.partial(rate, schedule_of(options)), beta=0.95, weight_decay=0.5,
+        consistent_rms=0.2,
         muon_weight_dimension_numbers=lambda tree: jax.tree.map(
             lambda x: optax.contrib.MuonDimensionNumbers(1, 2), tree
         ),
@@ -186,3 +180,25 @@ def test_muon_is_optaxs(count):
     assert found.keys() == {n for n in expected if "/adam/" not in n}
     for name, leaf in found.items():
         np.testing.assert_allclose(leaf, expected[name], rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"expert": 2, "fsdp": 2, "tensor": 2}], ids=str)
+def test_muon_orthogonalises_each_experts_matrix(sizes):
+    """The update of a stack [R, E, I, O] is that of its matrices one by one, on every mesh."""
+    shape, mesh = (3, 4, 8, 6), make_mesh(**sizes)
+    stack = jax.random.normal(jax.random.key(2), shape)
+    axes = ("repeats", "experts", "width", "ffn")
+    spec = ParamSpec(shape, axes, None, decays=True, cast=True, muon=True)  # type: ignore[arg-type]
+    sharding = jax.NamedSharding(mesh, spec.partition(mesh))
+    assert not sizes or sharding.shard_shape(shape) == (3, 2, 4, 3)
+
+    def update(x, sharding):
+        optimizer = scale_by_muon(0.95, {"w": sharding})
+        return jax.jit(optimizer.update)({"w": x}, optimizer.init({"w": x}))[0]["w"]
+
+    found = update(jax.device_put(stack, sharding), sharding)
+    whole = jax.NamedSharding(make_mesh(), jax.P(None, None, None))
+    expected = update(stack.reshape(-1, *shape[2:]), whole).reshape(shape)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    values = np.linalg.svd(np.asarray(expected), compute_uv=False)
+    assert np.median(values) == pytest.approx(1.0, abs=0.35)

@@ -94,7 +94,7 @@ def kill(both: list[Running], victim: int) -> None:
     for _ in other._read():
         pass
     assert other.process.wait() == 1, other.text
-    assert time.monotonic() - began < 60, "a heartbeat's limit is 10 s, on a busy machine more"
+    assert time.monotonic() - began < 120, "8 to 13 s after the last heartbeat, alone and not"
     said = [line for line in other.lines if not PROGRESS.match(line)]
     assert len(said) == 1 and said[0].startswith(f"error: process {1 - victim}: "), other.text
     assert f"process {victim} " in said[0] and "the same command" in said[0], said

@@ -18,6 +18,7 @@ from model.decoder import forward, init_carry
 from model.loss import logits
 from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, worst_error
 from tests.tolerances import MODEL_FLOAT32
+from training.state import flatten
 from training.weights import SpecialTokens, write_folder
 
 PYTHON = os.environ.get("TRANSFORMERS_PYTHON", "")
@@ -52,7 +53,9 @@ EXPERTS = dataclasses.replace(
 def test_transformers_has_our_logits(tmp_path, cfg):
     params = make_params(cfg)
     folder = str(tmp_path / "export")
-    write_folder(folder, params, cfg, FORMATS["kimi_linear"], SpecialTokens(59, 60))
+    write_folder(
+        folder, flatten(params).__getitem__, cfg, FORMATS["kimi_linear"], SpecialTokens(59, 60)
+    )
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, (2, 70))
     np.save(tmp_path / "tokens.npy", tokens)
     # This environment's OpenBLAS settings would slow down the other one's.

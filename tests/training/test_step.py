@@ -6,6 +6,7 @@ gradient that the trainer computed.
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,21 @@ import optax
 import pytest
 
 from data.batch import Batch
+from data.loader import make_loader
+from data.options import DataConfig
+from model.decoder import forward, init_carry
 from tests.model_cases import KDA, VOCABULARY, make_mesh, make_params, row
 from tests.tolerances import MODEL_FLOAT32, MODEL_FLOAT32_GRADIENT
-from training.options import TrainOptions
+from training.options import OptimizerOptions, TrainOptions
 from training.report import eval_values
 from training.state import empty_carry, flatten, state_shapes
 from training.step import make_eval_step, make_train_step, make_votes
+from training.tunables import tunables_of
 
 SGD = optax.sgd(1.0)
+RATE_OF_ONE = OptimizerOptions(
+    learning_rate=1.0, min_lr_ratio=1.0, warmup_steps=0, schedule_steps=1
+)
 ONE = dataclasses.replace(KDA, num_repeats=1)
 PLAIN = TrainOptions()
 Z_LOSS = TrainOptions(z_loss=0.01)
@@ -41,7 +49,7 @@ def compile_fast():
 def stepper(cfg, options: TrainOptions, rows: int, **mesh_sizes):
     mesh = make_mesh(**mesh_sizes)
     shapes = state_shapes(cfg, mesh, SGD, rows, WINDOW)
-    step = make_train_step(options, cfg, mesh, SGD, optax.constant_schedule(1.0), shapes)
+    step = make_train_step(options, cfg, mesh, lambda _: SGD, shapes)
     return mesh, shapes, step
 
 
@@ -75,7 +83,8 @@ def run(cfg, batch: Batch, options=PLAIN, vote=0, state=None, params=None, **mes
     state = start(cfg, shapes, params) if state is None else state
     before = jax.device_get(flatten(state.params))
     batch = jax.tree.map(jnp.asarray, batch)
-    state, metrics = step(state, batch, make_votes(mesh)[vote])
+    tunables = tunables_of(RATE_OF_ONE, options.z_loss)
+    state, metrics = step(state, batch, make_votes(mesh)[vote], tunables)
     after = jax.device_get(flatten(state.params))
     return jax.device_get(metrics), {n: before[n] - after[n] for n in before}, state
 
@@ -119,6 +128,35 @@ def test_reported_numbers_are_what_they_say():
     bits = metrics["loss"] / np.log(2) / 3
     np.testing.assert_allclose(metrics["bits_per_byte"], bits, rtol=MODEL_FLOAT32)
     assert metrics["learning_rate"] == 1.0 and metrics["finite"] and metrics["stop"] == 0
+    assert 0 <= metrics["accuracy"] <= 1
+
+
+def test_a_masked_token_changes_no_gradient(tmp_path):
+    """From JSONL to the gradient: with other targets where the prompt is, nothing changes."""
+    lines = [json.dumps({"prompt": "p" * n, "completion": "c" * (40 - n)}) for n in range(5, 35)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    config = DataConfig(
+        source="jsonl",
+        path=str(tmp_path),
+        eval_path=str(tmp_path),
+        loss_on="completion",
+        sequence_length=64,
+        global_batch_size=4,
+    )
+    with make_loader(config, split="train", mesh=make_mesh(), seed=0) as batches:
+        made = jax.device_get(next(batches))
+    batch = made._replace(tokens=made.tokens % VOCABULARY, targets=made.targets % VOCABULARY)
+    masked = batch.loss_weights == 0
+    assert 0.2 < masked.mean() < 0.8
+    others = np.where(masked, (batch.targets + 7) % VOCABULARY, batch.targets)
+    (metrics, gradient, _), (same, as_before, _), (different, changed, _) = (
+        run(ONE, batch._replace(targets=targets), Z_LOSS)
+        for targets in (batch.targets, others, (batch.targets + 7) % VOCABULARY)
+    )
+    assert {k: metrics[k] == same[k] for k in metrics} == dict.fromkeys(metrics, True)
+    assert all(np.array_equal(gradient[name], as_before[name]) for name in gradient)
+    assert metrics["loss"] != different["loss"]
+    assert any((gradient[name] != changed[name]).any() for name in gradient)
 
 
 def test_one_vote_to_stop_is_heard():
@@ -246,11 +284,43 @@ def test_evaluation_is_the_same_mean_over_all_batches():
     for part in parts:
         carry, numbers = step(params, carry, jax.tree.map(jnp.asarray, part))
         sums.append(numbers)
-    found = eval_values(sums)["eval/loss"]
-    np.testing.assert_allclose(found, run(ONE, joined)[0]["loss"], rtol=MODEL_FLOAT32)
+    found, expected = eval_values(sums), run(ONE, joined)[0]
+    for name in ("loss", "accuracy"):
+        np.testing.assert_allclose(found[f"eval/{name}"], expected[name], rtol=MODEL_FLOAT32)
 
 
 def test_attention_sees_so_many_keys():
     ids = np.stack([row((1, 3), (2, 2), (0, 59)), row((1, 64))])[None]
     metrics, _, _ = run(dataclasses.replace(ONE, pattern="attention"), batch_of(ids))
     assert metrics["attended"] == (1 + 2 + 3) + (1 + 2) + 64 * 65 / 2
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "mesh_sizes"),
+    [
+        (2, {"expert": 2}),
+        pytest.param(1, {"fsdp": 2, "context": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_biases_of_experts_move_once_a_step_by_the_counts_of_all_tokens(accumulation, mesh_sizes):
+    """Sums over parts and ranks: parts hold different rows, one of them hardly any token."""
+    cfg = dataclasses.replace(
+        ONE,
+        pattern="attention",
+        ffn="experts",
+        num_experts=4,
+        expert_d_ff=16,
+        router_bias_rate=0.125,
+    )
+    options = TrainOptions(grad_accum_steps=accumulation)
+    metrics, _, state = run(cfg, batch_of(UNEVEN), options, **mesh_sizes)
+    params, batch = make_params(cfg), batch_of(UNEVEN)
+    arrays = batch.tokens[0], batch.segment_ids[0], batch.continues[0], init_carry(cfg, 4)
+    _, _, (found,) = jax.jit(forward, static_argnums=(1, 6))(params, cfg, *arrays, make_mesh())
+    counts = np.asarray(found["expert_tokens"][0])
+    assert counts.sum() == 2 * (64 + 9 + 64)
+    before, after = params["blocks"][0]["ffn"], state.params["blocks"][0]["ffn"]
+    moved = np.asarray(after["router_bias"] - before["router_bias"])[0]
+    np.testing.assert_allclose(moved, 0.125 * np.sign(counts.mean() - counts), atol=1e-6)
+    assert metrics["layer_00/expert_load"] == pytest.approx(counts.max() / counts.mean())
+    assert metrics["layer_00/dropped_tokens"] == 0

@@ -61,7 +61,9 @@ def write(folder, kind="kimi_linear", cfg=SQUARE, dtype=np.float32, mesh=None):
     params = make_params(cfg)
     if mesh is not None:
         params = jax.device_put(params, param_shardings(cfg, mesh))
-    write_folder(str(folder), params, cfg, FORMATS[kind], SPECIAL, np.dtype(dtype))
+    write_folder(
+        str(folder), flatten(params).__getitem__, cfg, FORMATS[kind], SPECIAL, np.dtype(dtype)
+    )
     return params
 
 

@@ -13,7 +13,9 @@ import re
 from dataclasses import dataclass, field
 
 BUNDLE = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s+((?:[A-Z]{2}[: ,]*)*)\s*:\s*((?:>\s?)*)\{(.*)")
-EXIT = re.compile(r"scmp\.(?:ge|gt|eq)\.s32\.totalorder [^,]+, (-?\d+) /\* loop exit test")
+EXIT = re.compile(  # of an outer loop it may have a predicate: the inner loop's exit
+    r"scmp\.(?:ge|gt|eq)\.s32\.totalorder (?:\([^)]*\), )?[^,]+, (-?\d+) /\* loop exit test"
+)
 # A copy into another device's VMEM, and its size in granules of 32 bytes.
 SEND = re.compile(r"= dma\.general .*size_in_granules=\*/(\d+).*vmem-to-vmem")
 GRANULE = 32

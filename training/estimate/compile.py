@@ -6,12 +6,16 @@ facts.json, the program's scheduled HLO and the kernels' schedules in the folder
 """
 
 import dataclasses
+import functools
 import json
+import math
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -21,17 +25,19 @@ from errors import UserError
 from training.estimate import bundles
 
 HLO, FACTS, ERROR = "step.hlo.txt", "facts.json", "error.txt"
-CPU = "cpu"  # a topology's name for the simulated devices of this machine
+POLL_SECONDS = 0.5
+CPU = "cpu"  # topology name of this machine's simulated devices
 _OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the child reports about one compilation. Bytes are those of one device.
+    """The child's report of one compilation. Bytes are per device.
 
     needed: arguments, results and temporaries, as `memory/compiled_peak_bytes` of a run. live: the
-    most that the compiler has in use at one time. hardware_flops: of all devices, a step.
+    compiler's peak of memory in use. host: host memory per device, used by remat="offload".
+    hardware_flops: per step, of all devices.
     """
 
     parameters: int
@@ -39,6 +45,7 @@ class Facts:
     devices: int
     needed: int
     live: int
+    host: int
     arguments: int
     temporaries: int
     parameter_bytes: int
@@ -66,7 +73,7 @@ def compile_step(config: ConfigDict, topology: str, folder: str) -> Facts:
 
     Raises:
         TooLarge: the step does not fit the memory of a device.
-        UserError: the config does not work, with the child's message.
+        UserError: the config cannot work; contains the child's message.
     """
     environment = os.environ | bundles.compiler_environment(os.path.join(folder, "schedules"))
     child = subprocess.run(
@@ -97,27 +104,28 @@ def abstract_step(devices: Any, config: ConfigDict, vocabulary: int) -> tuple[An
     import numpy as np
 
     from model.axes import MESH_AXES
-    from model.checks import check_mesh
+    from model.checks import check_host_memory, check_mesh
     from model.config import ModelConfig
     from model.mixers.registry import reads_positions
-    from training.optimizer import make_optimizer, make_schedule
-    from training.options import OptimizerOptions, TrainOptions
+    from training.mesh import arrange
+    from training.optimizer import make_optimizer, options_of
+    from training.options import TrainOptions
     from training.state import state_shapes
     from training.step import batch_shapes, make_train_step
+    from training.tunables import shapes_of, tunables_of
 
-    shape = tuple(config.mesh[name] for name in MESH_AXES)
-    mesh = jax.sharding.Mesh(np.array(devices[: np.prod(shape)]).reshape(shape), MESH_AXES)
+    mesh = arrange(config.mesh, devices[: math.prod(config.mesh.values())])
     model = ModelConfig(**{**config.model, "vocab_size": vocabulary})
     data, train = config.data, config.train
     check_mesh(model, mesh.shape)
-    steps = config.optimizer.schedule_steps or train.steps
-    options = OptimizerOptions(**{**config.optimizer, "schedule_steps": steps})
-    optimizer = make_optimizer(options, model, mesh)
-    shapes = state_shapes(model, mesh, optimizer, data.global_batch_size, train.spike_window)
+    check_host_memory(model, mesh)
+    options = options_of(config.optimizer, train.steps)
+    tunables = jax.eval_shape(functools.partial(tunables_of, options, train.z_loss))
+    make = functools.partial(make_optimizer, options, model, mesh)
+    rows = data.global_batch_size
+    shapes = state_shapes(model, mesh, make(tunables), rows, train.spike_window)
     step_options = {field.name: train[field.name] for field in dataclasses.fields(TrainOptions)}
-    step = make_train_step(
-        TrainOptions(**step_options), model, mesh, optimizer, make_schedule(options), shapes
-    )
+    step = make_train_step(TrainOptions(**step_options), model, mesh, make, shapes)
     votes = jax.ShapeDtypeStruct(
         (mesh.size,), np.int32, sharding=jax.NamedSharding(mesh, jax.P(MESH_AXES))
     )
@@ -128,11 +136,11 @@ def abstract_step(devices: Any, config: ConfigDict, vocabulary: int) -> tuple[An
         data.sequence_length,
         positions=reads_positions(model),
     )
-    return step, (shapes, batch, votes), model, mesh
+    return step, (shapes, batch, votes, shapes_of(tunables, mesh)), model, mesh
 
 
 def vocabulary_of(config: ConfigDict) -> int:
-    """config.model.vocab_size, or the tokenizer's, which needs its file here.
+    """config.model.vocab_size, or the tokenizer's, whose file must then exist on this machine.
 
     Raises:
         UserError: there is neither.
@@ -149,7 +157,7 @@ def vocabulary_of(config: ConfigDict) -> int:
 
 
 def find_devices(topology: str, needed: int) -> Any:
-    """Devices of a topology that need not be here, or simulated CPU devices."""
+    """Devices of a topology, which may be absent, or simulated CPU devices."""
     import jax
     from jax.experimental import topologies
 
@@ -160,9 +168,7 @@ def find_devices(topology: str, needed: int) -> Any:
 
 
 def compile_here(config: ConfigDict, topology: str, folder: str) -> Facts:
-    """Compiles in this process, whose environment says where schedules are written."""
-    import math
-
+    """Compiles in this process, whose environment determines where schedules are written."""
     from training.estimate.flops import program_flops
 
     devices = find_devices(topology, math.prod(config.mesh.values()))
@@ -183,7 +189,7 @@ def _facts(config, arguments, model, mesh, compiled, flops, seconds) -> Facts:
     from model.params import param_count
     from training.report import compiled_peak_bytes
 
-    state, batch, _ = arguments
+    state, batch, *_ = arguments
     memory, needed = compiled.memory_analysis(), compiled_peak_bytes(compiled) or 0
     tokens = _tokens(config)
     a_token = train_flops_per_token(model)
@@ -194,6 +200,7 @@ def _facts(config, arguments, model, mesh, compiled, flops, seconds) -> Facts:
         devices=mesh.size,
         needed=needed,
         live=memory.peak_memory_in_bytes,
+        host=memory.host_temp_size_in_bytes,
         arguments=memory.argument_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         parameter_bytes=device_bytes(state.params),
@@ -229,8 +236,6 @@ def _logit_bytes(config: ConfigDict, model: Any, mesh: Any) -> int:
 
 def device_bytes(tree: Any) -> int:
     """Bytes on one device of a tree of abstract arrays with shardings."""
-    import math
-
     import jax
 
     return sum(
@@ -238,8 +243,22 @@ def device_bytes(tree: Any) -> int:
     )
 
 
+def end_with(parent: int) -> None:
+    """Ends this process soon after the parent, which a signal may end at any time. Python runs no
+    signal handlers while the compiler runs, so a thread checks."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
 def main(folder: str, topology: str) -> None:
     """The child: one compilation, or error.txt with its message."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the parent answers
+    end_with(os.getppid())
     config = ConfigDict(json.loads(sys.stdin.read()))
     try:
         facts = compile_here(config, topology, folder)

@@ -10,6 +10,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+# Attributes of some kernels hold line breaks: what follows one is neither an instruction, nor the
+# beginning or the end of a computation.
+_CONTINUED = re.compile(r"\n(?! |%|ENTRY |\}$|\}, execution_thread|$)", re.MULTILINE)
 _INDEX = re.compile(r"/\*index=\d+\*/")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.\-]+) = ")
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
@@ -120,7 +123,7 @@ def parse(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry, name, root = "", "", ""
     body: list[Instruction] = []
-    for raw in text.splitlines():
+    for raw in _CONTINUED.sub(" ", text).splitlines():
         if raw.startswith("}") and name:
             computations[name] = Computation(name, tuple(body), root)
             name = ""

@@ -41,6 +41,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     )
     for name, size in dataclasses.asdict(plan.memory).items():
         yield f"  {name.replace('_', ' '):28s}{_size(size):>10s}"
+    if plan.facts.host:
+        yield f"memory of the host, for each device: {_size(plan.facts.host)}"
 
 
 def _work(plan: Plan) -> Iterator[str]:

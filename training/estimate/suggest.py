@@ -86,10 +86,12 @@ def _smaller(config: ConfigDict) -> list[dict[str, int | str]]:
 
 
 def _steps(config: ConfigDict) -> Iterator[tuple[str, int | str]]:
-    if config.model.remat != "full":
+    if config.model.remat not in ("full", "offload"):
         yield "model.remat", "full"
     if config.model.kda_state_policy == "save":
         yield "model.kda_state_policy", "remat"
+    if config.model.remat != "offload":
+        yield "model.remat", "offload"
     mesh = config.mesh
     if mesh.data > 1 and config.model.d_model % (mesh.data * mesh.fsdp) == 0:
         yield "mesh.fsdp", mesh.data * mesh.fsdp

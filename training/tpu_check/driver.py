@@ -98,6 +98,8 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process and its children, by force if necessary."""
+        if self._process.returncode is not None:
+            return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
         try:
@@ -129,11 +131,14 @@ class Driver:
         """
         self.close()
         worker = self._start()
-        with elapsed("starting", self._say, EVERY):
-            found = Machine.from_json(worker.ask("", self._limits.start))
-        if found.error:
+        try:
+            with elapsed("starting", self._say, EVERY):
+                found = Machine.from_json(worker.ask("", self._limits.start))
+            if found.error:
+                raise Gone(found.error)
+        except BaseException:  # Ctrl-C too: the worker does not hear it
             worker.close()
-            raise Gone(found.error)
+            raise
         self._worker, self.machine = worker, found
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from configs import base
@@ -22,17 +23,19 @@ from training.estimate.plan import step_time
 from training.estimate.program import works
 from training.estimate.timeline import CONTEXT, events_of
 from training.estimate.topology import Generation, Topology
+from training.optimizer import options_of
 from training.report import compiled_peak_bytes
 from training.state import TrainState, flatten
 from training.tpu_check.outcome import Outcome
 from training.tpu_check.site import Mode, Program, Site
 from training.tpu_check.values import KERNELS, packed_ids
+from training.tunables import place, tunables_of
 
 VOCABULARY = 500
-# A step in bfloat16 against one in float32: roundings of 2^-9 in every product of two layers and
-# back; gradients of small parameters are sums that cancel.
+# A step in bfloat16 against one in float32: rounding errors of 2^-9 in every product of two layers,
+# forward and backward; gradients of small parameters are sums that cancel.
 LOSS, GRADIENT, STATE = 1e-3, 3e-2, 3e-2
-MEMORY = 1.1  # the devices' peak over the compiler's
+MEMORY = 1.1  # largest ratio of the devices' peak to the compiler's
 
 
 def checked_config(ranks: int, small: bool) -> ConfigDict:
@@ -52,33 +55,38 @@ def checked_config(ranks: int, small: bool) -> ConfigDict:
 
 
 def large_config(ranks: int, small: bool) -> ConfigDict:
-    """Four KDA layers of width 1024, a row of 4096 tokens per rank: seconds to compile, and a peak
-    that is far above what else is in memory."""
+    """Four KDA layers of width 512, a row of 2048 tokens per rank: hundreds of megabytes, and a
+    fraction of the time that larger ones take to compile."""
     config = checked_config(ranks, small)
     if small:
         config.model.kda_implementation = "chunked"  # compiles fast; the values are another check's
     else:
         config.model.update(
-            vocab_size=32768, d_model=1024, pattern="kda", num_repeats=4, d_ff=2816,
-            kda_heads=8, gate_rank=128,
-        )  # fmt: skip
-        config.data.update(global_batch_size=1, sequence_length=ranks * 4096)
+            vocab_size=8192, d_model=512, pattern="kda", num_repeats=4, d_ff=1408, kda_heads=4
+        )
+        config.data.update(global_batch_size=1, sequence_length=ranks * 2048)
     return config
 
 
 def programs_of(config: ConfigDict, site: Site) -> list[Program]:
     """The compiled step with a state and a batch."""
-    step, (shapes, batch, votes), model, _ = abstract_step(
-        list(site.devices), config, config.model.vocab_size
-    )
+    step, abstract, model, mesh = abstract_step(list(site.devices), config, config.model.vocab_size)
     if site.mode is Mode.COMPILE:
-        return [site.compile(step, shapes, batch, votes)]
-    arguments = (_state(shapes, model), _batch(batch, config.model.vocab_size), _zeros(votes))
-    return [site.compile(step, *arguments)]
+        return [site.compile(step, *abstract)]
+    return [site.compile(step, *_arguments(config, abstract, model, mesh))]
+
+
+def _arguments(config: ConfigDict, abstract: tuple, model: ModelConfig, mesh: Mesh) -> tuple:
+    """State, batch, votes and tunables of a step of this config."""
+    shapes, batch, votes, _ = abstract
+    options = options_of(config.optimizer, config.train.steps)
+    tunables = place(tunables_of(options, config.train.z_loss), mesh)
+    vocabulary = config.model.vocab_size or VOCABULARY
+    return _state(shapes, model), _batch(batch, vocabulary), _zeros(votes), tunables
 
 
 def _state(shapes: TrainState, model: ModelConfig) -> TrainState:
-    """The state before the first step: all zeros but the parameters, which the host draws."""
+    """The state before the first step: all zeros except the parameters, drawn on the host."""
     with jax.default_device(jax.devices("cpu")[0]):
         params = jax.jit(functools.partial(init_params, model))(jax.random.key(0))
     placed = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), params, shapes.params)
@@ -127,8 +135,8 @@ def judge_step(site: Site, programs: list[Program]) -> Outcome:
     config.data.sequence_length *= len(site.devices)
     config.model.update(compute_dtype="float32", kda_implementation="chunked")
     host = jax.devices("cpu")[0]
-    step, (shapes, batch, votes), model, _ = abstract_step([host], config, VOCABULARY)
-    exact = _numbers(step(_state(shapes, model), _batch(batch, VOCABULARY), _zeros(votes)))
+    step, abstract, model, mesh = abstract_step([host], config, VOCABULARY)
+    exact = _numbers(step(*_arguments(config, abstract, model, mesh)))
     errors = {name: error(found[name], x) for name, x in exact.items()}
     groups = {
         "loss": (LOSS, errors["loss"], "loss"),
@@ -152,8 +160,7 @@ def _numbers(result: tuple[TrainState, dict[str, Any]]) -> dict[str, np.ndarray]
 
 
 def _largest(errors: dict[str, float], group: str) -> tuple[float, str]:
-    """(error, name) of the worst array whose name begins like this; one that is not a number is the
-    worst of all."""
+    """(error, name) of the worst array whose name has this prefix; NaN is the worst error."""
     found = [
         (math.inf if math.isnan(e) else e, n) for n, e in errors.items() if n.startswith(group)
     ]
@@ -183,19 +190,19 @@ def judge_large(site: Site, programs: list[Program]) -> Outcome:
     return Outcome.of(
         0 < peak + reserved <= MEMORY * predicted,
         f"peak {(peak + reserved) / 1e9:.3f} GB ({reserved / 1e9:.3f} reserved), compiled "
-        f"{predicted / 1e9:.3f}; {measured}, estimated {built_in} by built-in speeds, "
-        f"{calibrated} by measured ones",
+        f"{predicted / 1e9:.3f}; {measured}, estimated {built_in} with built-in speeds, "
+        f"{calibrated} with measured ones",
     )
 
 
 def _step_seconds(site: Site, program: Program) -> float:
-    """Median over steps, each from the state of the one before (it is given up)."""
-    state, batch, votes = program.arguments
+    """Median over steps, each from the state of the previous one, which is donated."""
+    state, *others = program.arguments
     times = []
     for _ in range(2 if site.small else 8):
         with site.kernels():
             start = time.perf_counter()
-            state, metrics = program.compiled(state, batch, votes)
+            state, metrics = program.compiled(state, *others)
             jax.block_until_ready((state, metrics))
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])

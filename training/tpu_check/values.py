@@ -197,7 +197,7 @@ def judge_attention(layout: Layout, site: Site, programs: list[Program]) -> Outc
     """Compares with the full score matrix in float64."""
     case = attention_case(site.mesh(layout).shape["context"], site.small)
     out, gradients, _ = site.run(programs[0])
-    exact, exact_gradients = attention_cases.oracle(case)
+    exact, exact_gradients = attention_cases.oracle(case, "bfloat16")
     names = ("out", "d_q", "d_k", "d_v", "d_memory_k", "d_memory_v")
     pairs = zip(names, (out, *gradients), (exact, *exact_gradients))
     errors = {name: error(np.asarray(a, np.float64), b) for name, a, b in pairs}

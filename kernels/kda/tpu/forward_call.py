@@ -57,10 +57,10 @@ def plan_forward(problem: Problem, inputs: Inputs) -> Plan:
     pieces |= problem.final_state is FinalState.ALL
     axis_name = None if problem.entry is Entry.GIVEN else problem.axis_name
     line = None if axis_name is None else rank_line(axis_name)
-    most = PASS_PAIRS if pieces and line is not None else UNITS
-    group = largest_divisor(total // 2, most)
-    chunks = largest_divisor(length // C, max(most // group, 1))
-    pipelined = line is not None and not pieces
+    pipelined = line is not None
+    # Pieces: the columns of a group's rows serve both phases, so their groups are the same.
+    group = largest_divisor(total // 2, PASS_PAIRS if pieces and pipelined else UNITS)
+    chunks = largest_divisor(length // C, max(UNITS // group, 1))
     vmem, values = vmem_bytes(), round_up(inputs.v.shape[-1], LANES)
     out_bytes = total * length * values * inputs.q.dtype.itemsize
     in_vmem = line is not None and _rank_io_in_vmem(problem, out_bytes)

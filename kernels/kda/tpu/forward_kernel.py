@@ -21,7 +21,8 @@ between tokens, and with StatePolicy.SAVE v_new), and the requested states.
 Segments. A decay of -1e30 at a segment's first token resets the state inside the chunk, at no cost.
 If segments may start from states other than zero, or if every segment's state is requested
 (`plan.pieces`), a chunk is cut into pieces at its starts. The state-dependent part then runs once
-per piece, with the other tokens masked; a chunk without a start is a single piece.
+per piece, with the other tokens masked; a chunk without a start is a single piece. What the local
+phase keeps of a token is then relative to the token's piece.
 """
 
 from typing import Any, NamedTuple
@@ -35,10 +36,13 @@ from kernels.kda.problem import Entry, FinalState, StatePolicy
 from kernels.kda.tpu import pair_tiles as tiles
 from kernels.kda.tpu.forward_steps import (
     local_work,
+    park_pieces,
     parked_unit,
     pass_chunk,
+    pass_pieces,
     put_heads,
     put_matrices,
+    put_total,
     save_states,
     whole_step,
 )
@@ -79,7 +83,7 @@ class Outputs(NamedTuple):
     entry: Any  # [heads, V, K] float32: the state at the rank's beginning, or None
     finals: Any  # [heads, max_segments, V, K] float32, or None
     totals: (
-        Any  # [state groups, N, heads of one, K] float32, scratch of the pipelined pass, or None
+        Any  # [state groups, N, *plan.totals, K] float32, scratch of the pipelined pass, or None
     )
     spare: Any  # [heads, T, K], scratch of the pipelined pass if K and V differ, or None
 
@@ -130,7 +134,7 @@ def _output_shapes(plan: Plan, operands: Operands) -> Outputs:
         finals=like((h, plan.problem.max_segments, v, k), jnp.float32)
         if wanted is FinalState.ALL
         else None,
-        totals=like((plan.state_groups, t // C, 2 * plan.pass_pairs, k), jnp.float32)
+        totals=like((plan.state_groups, t // C, *plan.totals, k), jnp.float32)
         if plan.pass_pairs
         else None,
         spare=like((h, t, k)) if plan.pass_pairs and k != v else None,
@@ -148,6 +152,8 @@ def _scratch(plan: Plan, operands: Operands) -> dict[str, Any]:
     lanes = operands.columns.shape[-1]
     local, state = _local_buffers(plan, lanes), _state_buffers(plan)
     if plan.pass_pairs:
+        if plan.pieces:
+            state["columns"] = _two(plan, plan.pass_chunks * C, lanes, dtype=jnp.float32)
         return {"local": shared | local, "state": state}
     return {"both": shared | local | state}
 
@@ -171,7 +177,7 @@ def _local_buffers(plan: Plan, lanes: int) -> dict[str, Any]:
     if plan.pass_pairs:
         share = plan.group // plan.pass_pairs
         buffers |= {x: _two(plan, h, t, k) for x in ("p", "qg", "kg")}
-        buffers["total"] = _two(plan, share, plan.chunks, 2 * plan.pass_pairs, k, dtype=jnp.float32)
+        buffers["total"] = _two(plan, share, plan.chunks, *plan.totals, k, dtype=jnp.float32)
     return buffers
 
 
@@ -193,7 +199,7 @@ def _state_buffers(plan: Plan) -> dict[str, Any]:
     if plan.pass_pairs:
         buffers |= {x: _two(plan, h, t, k) for x in ("p", "qg", "kg")}
         buffers["matrices"] = _two(plan, h, t, 2 * C)
-        buffers["total"] = _two(plan, chunks, h, k, dtype=jnp.float32)
+        buffers["total"] = _two(plan, chunks, *plan.totals, k, dtype=jnp.float32)
         buffers["loaded"] = pltpu.SemaphoreType.DMA((2,))
         buffers["stored"] = pltpu.SemaphoreType.DMA((2,))
     return buffers
@@ -250,16 +256,18 @@ def _local_phase(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any]) ->
 
     def step(g, j, slot):
         units = [(c, p) for c in range(plan.chunks) for p in range(plan.group)]
-        locals_ = local_work(plan, Tile(plan, ops.gate, s, g, slot), s, units)
+        tile = Tile(plan, ops.gate, s, g, slot)
+        locals_ = local_work(plan, tile, s, units)
         put_matrices(s, slot, units, locals_)
+        if plan.pieces:
+            for c in range(plan.chunks):
+                park_pieces(plan, ops, s, tile, g, j * plan.chunks + c, slot, c)
+            return
         for (c, p), unit in zip(units, locals_):
             put_heads(s["p"], slot, c, p, unit.p)
             put_heads(s["qg"], slot, c, p, unit.qg)
             put_heads(s["kg"], slot, c, p, unit.kg)
-            for i in (0, 1):
-                row = 2 * (p % plan.pass_pairs) + i
-                lanes = slice(i * plan.keys, (i + 1) * plan.keys)
-                s["total"][slot, p // plan.pass_pairs, c, row : row + 1] = unit.total[:, lanes]
+            put_total(plan, s, slot, c, p, unit, 0)
 
     loads = Loads(_local_loads(plan, ops, s, view), s["loaded"])
     walk(plan.groups, plan.steps, loads, Stores(stores, s["stored"]), step)
@@ -278,12 +286,21 @@ def _state_phase(plan: Plan, ops: Operands, outs: Outputs, s: dict[str, Any], re
     loads = [(view.heads(outs.matrices), s["matrices"])]
     loads += [(view.heads(ref), s[name]) for name, ref in _parked(outs).items()]
     loads += [(totals, s["total"]), (view.heads(ops.v), s["v"])]
+    if plan.pieces:
+        loads.append((view.columns(ops.columns), s["columns"]))
 
     def step(g, j, slot):
         for c in range(plan.pass_chunks):
             save_states(plan, s, slot, c)
-            units = [parked_unit(s, slot, c, p) for p in range(plan.pass_pairs)]
-            pass_chunk(plan, s, units, slot, c)
+
+            def units(piece=0, c=c):
+                return [parked_unit(s, slot, c, p, piece) for p in range(plan.pass_pairs)]
+
+            if plan.pieces:
+                tile, n = Tile(plan, ops.gate, s, g, slot), j * plan.pass_chunks + c
+                pass_pieces(plan, ops, outs, s, tile, units, g, n, slot, c)
+            else:
+                pass_chunk(plan, s, units(), slot, c)
 
     walk(
         plan.state_groups,

@@ -25,7 +25,9 @@ def whole_step(plan: Plan, ops, outs, s: dict[str, Any], g, j, slot) -> None:
         here = locals_[c * plan.group : (c + 1) * plan.group]
         save_states(plan, s, slot, c)
         if plan.pieces:
-            _pieces(plan, ops, outs, s, tile, g, j * plan.chunks + c, slot, c)
+            n = j * plan.chunks + c
+            unit_of = lambda i, c=c: piece_units(plan, s, tile, slot, c, i)  # noqa: E731
+            pass_pieces(plan, ops, outs, s, tile, unit_of, g, n, slot, c)
         else:
             pass_chunk(plan, s, here, slot, c)
 
@@ -43,10 +45,10 @@ def pass_chunk(plan: Plan, s: dict[str, Any], units: list[tiles.Local], slot, c:
             put_heads(s["v_new"], slot, c, p, v_new[p])
 
 
-def parked_unit(s: dict[str, Any], slot, c: int, p: int) -> tiles.Local:
-    """A unit's results of the local phase."""
+def parked_unit(s: dict[str, Any], slot, c: int, p: int, piece=0) -> tiles.Local:
+    """A unit's results of the local phase; the total decay is that of one piece."""
     p_, qg, kg = (pair_of_heads(s[x], slot, c, p) for x in ("p", "qg", "kg"))
-    total = [s["total"][slot, c, h : h + 1] for h in (2 * p, 2 * p + 1)]
+    total = [s["total"][slot, c, piece, h : h + 1] for h in (2 * p, 2 * p + 1)]
     a, w = get_matrices(s, slot, c, p)
     return tiles.Local(a, w, p_, qg, kg, jnp.concatenate(total, axis=1))
 
@@ -115,9 +117,51 @@ def save_states(plan: Plan, s: dict[str, Any], slot, c: int) -> None:
 # --- chunks in which segments start --------------------------------------------------------------
 
 
-def _pieces(plan, ops, outs, s, tile: Tile, g, n, slot, c: int) -> None:
-    """The state-dependent part of a chunk, once per piece. Piece 0 starts from the carried state, a
-    later piece from its segment's start state; the state before it is written to `finals`."""
+def park_pieces(plan: Plan, ops, s: dict[str, Any], tile: Tile, g, n, slot, c: int) -> None:
+    """Parks a chunk's decayed queries and keys, each token's relative to its own piece, and the
+    total decay of each piece."""
+
+    def piece(i, _):
+        for p, unit in enumerate(piece_units(plan, s, tile, slot, c, i)):
+            mine = tile.of_rows("piece", c, p, plan.keys) == i
+            for name, x in (("p", unit.p), ("qg", unit.qg), ("kg", unit.kg)):
+                x = jnp.where(mine, x.astype(jnp.float32), 0.0)
+                _add_heads(s[name], slot, c, p, x, i)
+            put_total(plan, s, slot, c, p, unit, i)
+        return 0
+
+    jax.lax.fori_loop(0, ops.pieces[g, 0, n], piece, 0)
+
+
+def piece_units(plan: Plan, s: dict[str, Any], tile: Tile, slot, c: int, i) -> list[tiles.Local]:
+    """The chunk's units as piece i sees them; rows of other pieces are meaningless."""
+    pairs = range(plan.group)
+    decays = [tile.decay_of_piece(c, p, i) for p in pairs]
+    units = []
+    for p, factors in zip(pairs, tiles.decay_factors(decays, s["sums"][...])):
+        unit = tiles.entry_factors(tile.query(c, p), tile.key(c, p), factors, plan.dtype)
+        unit.a, unit.w = get_matrices(s, slot, c, p)
+        units.append(unit)
+    return units
+
+
+def put_total(
+    plan: Plan, s: dict[str, Any], slot, c: int, p: int, unit: tiles.Local, piece
+) -> None:
+    """Parks the total decay of a unit, or of one of its pieces."""
+    for i in (0, 1):
+        row = 2 * (p % plan.pass_pairs) + i
+        lanes = slice(i * plan.keys, (i + 1) * plan.keys)
+        s["total"][slot, p // plan.pass_pairs, c, piece, row : row + 1] = unit.total[:, lanes]
+
+
+def pass_pieces(
+    plan: Plan, ops, outs, s: dict[str, Any], tile: Tile, units_of, g, n, slot, c: int
+) -> None:
+    """Passes the states through chunk n, once per piece. Piece 0 starts from the carried state, a
+    later piece from its segment's start state; the state before it is written to `finals`.
+
+    units_of(i): the chunk's units as piece i sees them."""
     pairs = range(plan.group)
 
     def piece(i, _):
@@ -125,16 +169,10 @@ def _pieces(plan, ops, outs, s, tile: Tile, g, n, slot, c: int) -> None:
         def _start_segments():
             _swap_states(plan, ops, outs, s, g, n, i)
 
-        decays = [tile.decay_of_piece(c, p, i) for p in pairs]
-        here, keep = [], []
-        for p, factors in zip(pairs, tiles.decay_factors(decays, s["sums"][...])):
-            local = tiles.entry_factors(tile.query(c, p), tile.key(c, p), factors, plan.dtype)
-            local.a, local.w = get_matrices(s, slot, c, p)
-            here.append(local)
-            mine = tile.of_rows("piece", c, p, plan.values) == i
-            keep.append(mine.astype(jnp.float32))
+        keep = [(tile.of_rows("piece", c, p, plan.values) == i).astype(jnp.float32) for p in pairs]
         values = [tile.heads("v", c, p) for p in pairs]
-        out, v_new, states = tiles.state_step(get_states(s, plan.group), here, values, keep)
+        states = get_states(s, plan.group)
+        out, v_new, states = tiles.state_step(states, units_of(i), values, keep)
         put_states(plan, s, states)
         for p in pairs:
             _add_heads(s["out"], slot, c, p, plan.problem.scale * out[p], i)

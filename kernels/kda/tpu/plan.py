@@ -61,6 +61,11 @@ class Plan:
         return self.heads // (2 * self.pass_pairs) if self.pass_pairs else self.groups
 
     @property
+    def totals(self) -> tuple[int, int]:
+        """The total decays that a chunk and group of the pipelined pass have: (pieces, heads)."""
+        return C if self.pieces else 1, 2 * self.pass_pairs
+
+    @property
     def steps(self) -> int:
         return self.tokens // (C * self.chunks)
 

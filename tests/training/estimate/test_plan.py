@@ -1,12 +1,19 @@
 """Topologies, settings that fit, FLOPs, and plans made by the real compiler in another process."""
 
+import signal
+import subprocess
+import sys
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 
 from configs import kda_cp4, smoke
 from errors import UserError
+from tests.trainer import ROOT, SMOKE, environment
 from training.estimate import compile as compiling
 from training.estimate import report, suggest
 from training.estimate.compile import TooLarge, abstract_step, vocabulary_of
@@ -61,7 +68,7 @@ def test_settings_that_need_less_memory_are_tried_in_order(monkeypatch):
         suggest.plan_or_nearest(config, Topology.parse("v6e:2x2"))
     assert tried == [
         ("none", "save", 1), ("full", "save", 1), ("full", "remat", 1),
-        ("full", "remat", 2), ("full", "remat", 4),
+        ("offload", "remat", 1), ("offload", "remat", 2),
     ]  # fmt: skip
     assert config.model.remat == "none"  # the given config is left alone
 
@@ -85,6 +92,27 @@ def test_the_childs_error_is_reported(monkeypatch, tmp_path, text, kind, says):
     monkeypatch.setattr(compiling.subprocess, "run", child)
     with pytest.raises(kind, match=says):
         compiling.compile_step(kda_cp4.get_config(), "v6e:2x2", str(tmp_path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_plan_and_its_compiler_at_once(number):
+    arguments = ["--config", SMOKE, "--plan", "v6e:1x1"]
+    plan = subprocess.Popen(
+        [sys.executable, "train.py", *arguments],
+        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        while not (compilers := psutil.Process(plan.pid).children()):
+            assert plan.poll() is None, plan.communicate()
+            time.sleep(0.05)
+        time.sleep(2.0)  # it imports JAX
+        plan.send_signal(number)
+        out, err = plan.communicate(timeout=60)
+    finally:
+        plan.kill()
+    assert (plan.returncode, out) == (0, ""), err
+    assert f"stopped by {number.name}" in err.splitlines()[-1], err
+    assert not psutil.wait_procs(compilers, timeout=60)[1]
 
 
 def test_flops_count_loops_and_all_devices():

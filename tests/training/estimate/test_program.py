@@ -94,3 +94,16 @@ def test_records_are_frozen():
         for record in (hlo.Array, hlo.Instruction, hlo.Module, program.Visit, program.Work)
         if dataclasses.is_dataclass(record)
     )
+
+
+def test_attributes_may_hold_line_breaks():
+    """As those of JAX's attention kernels do, with a line that begins like a computation's end."""
+    attributes = 'frontend_attributes={kernel_metadata={\n"xprof_metadata":"{}"\n}}, metadata={'
+    found = hlo.parse(TEXT.replace("metadata={", attributes))
+    assert found.entry == MODULE.entry
+    for name, expected in MODULE.computations.items():
+        computation = found.computations[name]
+        assert computation.root == expected.root
+        assert [(i.name, i.op_name) for i in computation.instructions] == [
+            (i.name, i.op_name) for i in expected.instructions
+        ]

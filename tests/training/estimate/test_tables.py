@@ -47,13 +47,15 @@ def test_a_section_of_the_document_is_replaced_and_the_rest_kept():
     assert plans.replace_section(once, "x", iter(["new"])) == once
 
 
-def test_a_config_has_one_row_in_the_order_of_the_configs():
-    text = "\n".join(["a", *plans.marks("plans"), "b", ""])
-    for row in ("| kda_1b | old |", "| smoke | x |", "| kda_1b | new |"):
-        text = plans.with_row(text, row)
-    begin, end = plans.marks("plans")
-    rows = ["| smoke | x |", "| kda_1b | new |"]
-    assert text == "\n".join(["a", begin, *plans.PLAN_HEAD, *rows, end, "b", ""])
+@pytest.mark.parametrize(("table", "names"), [("plans", "smoke kda_1b"), ("remat", "none full")])
+def test_a_table_has_one_row_a_name_in_its_order(table, names):
+    first, second = names.split()
+    text = "\n".join(["a", *plans.marks(table), "b", ""])
+    for row in (f"| {second} | old |", f"| {first} | x |", f"| {second} | new |"):
+        text = plans.with_row(text, table, row)
+    begin, end = plans.marks(table)
+    rows = [f"| {first} | x |", f"| {second} | new |"]
+    assert text == "\n".join(["a", begin, *plans.TABLES[table].head, *rows, end, "b", ""])
 
 
 def test_the_calibration_states_its_errors():
@@ -72,5 +74,5 @@ def test_every_shipped_config_has_a_topology_that_its_mesh_fills(name):
 
 def test_no_shipped_config_is_without_a_plan():
     folder = plans.DOCUMENT.parents[1] / "configs"
-    shipped = {path.stem for path in folder.glob("*.py") if "config.model." in path.read_text()}
-    assert shipped - {"base", "flags", "check"} == set(plans.TOPOLOGIES)
+    shipped = {path.stem for path in folder.glob("*.py") if "def get_config" in path.read_text()}
+    assert shipped - {"base"} == set(plans.TOPOLOGIES)

@@ -14,7 +14,7 @@ from tests.training.estimate.programs import BUNDLES, TEXT
 from training.estimate import factors, hlo, program
 from training.estimate.bundles import Loop, Schedule
 from training.estimate.timeline import seconds_of
-from training.estimate.topology import GENERATIONS
+from training.estimate.topology import GENERATIONS, Topology
 from training.tpu_check import __main__ as command
 from training.tpu_check import speed, step, values
 from training.tpu_check.checks import CHECKS, FRESH
@@ -103,6 +103,24 @@ def test_stalls_are_those_for_which_the_estimate_is_the_measured_time():
     assert speed.stalls_of(found, seconds, V6E) == pytest.approx(3.3)
 
 
+def test_a_plan_with_the_saved_speeds_takes_as_long_as_the_kernels_took(tmp_path, monkeypatch):
+    """Whatever clock was measured beside them."""
+    found = [w for w in works_with_a_kernel() if program.is_kernel(w.visit.instruction)]
+    monkeypatch.setattr(speed, "works", lambda module, latest: found)
+    seconds = 2e-6
+    measured = speed.judge_kernels(
+        False, fake_site(seconds), [SimpleNamespace(module=None, schedule=Schedule())]
+    )
+    path = tmp_path / "factors.json"
+    driver = SimpleNamespace(machine=Machine("TPU v6 lite", 4, "0.12", "0.0.52"))
+    speeds = command.Speeds(str(path), driver)
+    speeds.add({"clock": 0.7 * V6E.clock, "hbm_bytes_a_second": 1.5e12} | measured.speeds)
+    generation = factors.calibrated(Topology.parse("v6e:2x2"), path).generation
+    assert generation.clock == 0.7 * V6E.clock
+    took = sum(w.visit.times * seconds_of(w, generation) for w in found)
+    assert took == pytest.approx(seconds)
+
+
 def test_waiting_is_that_of_the_timeline_at_the_measured_speed(monkeypatch):
     """Two groups of 100 bundles that pass states over four ranks: each rank waits for one group."""
     group = Loop(1, 2, [100], sends=[1], sent=0)
@@ -140,8 +158,8 @@ def test_speeds_are_saved_once_all_are_measured(tmp_path):
     driver = SimpleNamespace(machine=Machine("TPU v6 lite", 4, "0.12", "0.0.52"))
     speeds = command.Speeds(str(path), driver)
     speeds.add({"clock": 2e9})
-    assert not path.exists() and "kernel_stalls, hbm_bytes_a_second not measured" in speeds.text
-    speeds.add({"kernel_stalls": 1.5, "hbm_bytes_a_second": 1.5e12})
+    assert not path.exists() and "hbm_bytes_a_second not measured" in speeds.text
+    speeds.add({"kernel_bundle_seconds": 0.75e-9, "hbm_bytes_a_second": 1.5e12})
     speeds.add({})
     speeds.add({"link_bytes_a_second": 8e10, "hop_seconds": 2e-6})
     record = factors.read(path)["v6e"]
@@ -157,10 +175,10 @@ def test_a_file_of_speeds_that_cannot_be_written_is_a_line_of_the_table(tmp_path
     path = tmp_path / "factors.json"
     path.write_text("something else")
     speeds = command.Speeds(str(path), driver)
-    speeds.add({"clock": 2e9, "kernel_stalls": 1.5, "hbm_bytes_a_second": 1.5e12})
+    speeds.add({"clock": 2e9, "kernel_bundle_seconds": 1e-9, "hbm_bytes_a_second": 1.5e12})
     assert "could not be saved" in speeds.text and path.read_text() == "something else"
     none = command.Speeds("none", driver)
-    none.add({"clock": 2e9, "kernel_stalls": 1.5, "hbm_bytes_a_second": 1.5e12})
+    none.add({"clock": 2e9, "kernel_bundle_seconds": 1e-9, "hbm_bytes_a_second": 1.5e12})
     assert none.text == ""
 
 
