@@ -24,6 +24,9 @@ from jax.sharding import Mesh, PartitionSpec
 from kernels.vma import vary
 from model.axes import TENSOR, TOKENS, ParamSpec, Tree
 
+Stages = list[tuple[str, ...]]  # mesh axes of each message of one exchange
+_V6E_RANKS = 8
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -170,7 +173,7 @@ def _exchanged(
     pieces: list[jax.Array],
     specs: Sequence[ParamSpec],
     mesh: Mesh,
-    exchange: Callable[[jax.Array, int, tuple[str, ...]], jax.Array],
+    exchange: Callable[[jax.Array, int, Stages], jax.Array],
 ) -> list[jax.Array]:
     """Each piece after its exchanges; pieces with one and the same exchange are joined for it."""
     groups = collections.defaultdict(list)
@@ -184,22 +187,38 @@ def _exchanged(
             ((dimension, axes),) = exchanges
             joined = jnp.concatenate([pieces[n] for n in numbers], axis=1 - dimension)
             ends = itertools.accumulate(pieces[n].shape[1 - dimension] for n in numbers)
-            parts = jnp.split(exchange(joined, dimension, axes), list(ends)[:-1], 1 - dimension)
+            joined = exchange(joined, dimension, _stages(axes, mesh))
+            parts = jnp.split(joined, list(ends)[:-1], 1 - dimension)
             for number, part in zip(numbers, parts, strict=True):
                 found[number] = part
             continue
         for number in numbers:
             for dimension, axes in exchanges:
-                found[number] = exchange(found[number], dimension, axes)
+                found[number] = exchange(found[number], dimension, _stages(axes, mesh))
     return found
 
 
-def _all_gather(x: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
-    return jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
+def _all_gather(x: jax.Array, dimension: int, stages: Stages) -> jax.Array:
+    for axes in reversed(stages):
+        x = jax.lax.all_gather(x, axes, axis=dimension, tiled=True)
+    return x
 
 
-def _reduce_scatter(x: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
-    return jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+def _reduce_scatter(x: jax.Array, dimension: int, stages: Stages) -> jax.Array:
+    for axes in stages:
+        x = jax.lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+    return x
+
+
+def _stages(axes: tuple[str, ...], mesh: Mesh) -> Stages:
+    """The axes of each message of an exchange, in the order of a sum: all axes in one message, but
+    one message per axis on v6e if they have more than `_V6E_RANKS` devices. There the SparseCores
+    take no larger message over several axes (libtpu 0.0.52): a gather would be synchronous, and a
+    reduce-scatter an all-reduce."""
+    ranks = math.prod(mesh.shape[axis] for axis in axes)
+    if mesh.devices.flat[0].device_kind != "TPU v6 lite" or ranks <= _V6E_RANKS:
+        return [axes]
+    return [(axis,) for axis in axes]
 
 
 def _over_other_axes(total: jax.Array, spec: ParamSpec, mesh: Mesh) -> jax.Array:
