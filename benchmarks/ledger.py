@@ -1,4 +1,4 @@
-"""What carrying the state buys: answers of the ledger task by the distance to what they ask for.
+"""Benefit of the carried state: accuracy on the ledger task by distance from question to answer.
 
     python -m benchmarks.ledger [--seeds 1] [--workdir runs/ledger] [--out results.jsonl]
 

@@ -56,7 +56,7 @@ class DocumentAssigner:
     Args:
         sizes: bytes of each document, [n]; estimates are enough.
         epochs: number of epochs; 0: no end.
-        shuffle: False keeps the documents in their given order, as evaluation does.
+        shuffle: False keeps the documents in their given order, for evaluation.
         previous: how far a run with another assignment had read.
     """
 

@@ -188,8 +188,10 @@ def check_related(config: DataConfig) -> None:
         needs = f"the path of a file or folder with config.data.source={source!r}"
         raise _wrong(config, "path", needs, "--config.data.path=FOLDER")
     if config.eval_path and not reads_files:
-        needs = f"to be empty with config.data.source={source!r}, which holds out documents"
-        raise _wrong(config, "eval_path", needs, "''")
+        needs = f"to be empty with config.data.source={source!r}, which holds out its own documents"
+        raise _wrong(
+            config, "eval_path", needs, "--config.data.source=" + " or ".join(FILE_SOURCES)
+        )
     if config.loss_on != "text" and source != "jsonl":
         needs = f"'text' with config.data.source={source!r}"
         raise _wrong(config, "loss_on", needs, "--config.data.source=jsonl")

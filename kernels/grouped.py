@@ -1,8 +1,8 @@
 """Products of groups of rows, each group with its own matrix: `jax.lax.ragged_dot` on TPU.
 
-XLA for TPU skips tiles that no group touches. On other devices it multiplies every row by every
-matrix (64 matrices on CPU: 64 times the operations, and the rows 64 times in memory). There, rows
-are multiplied block by block, each block by the one matrix that it needs.
+XLA for TPU skips tiles that no group touches. For other devices it multiplies every row by every
+matrix: with 64 matrices, 64 times the operations and 64 copies of the rows. On those devices this
+module multiplies block by block, each block by the one matrix that it needs.
 
 Axes: M row, G group, I input, O output, C row of a block.
 """
@@ -54,10 +54,10 @@ _by_blocks.defvjp(_forward, _backward)
 
 
 class _Blocks(NamedTuple):
-    """Blocks of C rows, each within one group. total: their number, known at run time.
+    """Blocks of at most C rows, each within one group.
 
-    group, begin, end: functions of n: the group of block n, its first row, and the end of the
-    group's rows.
+    total: the number of blocks, known at run time. first_block, first_row, last_row: of each group;
+    last_row is exclusive. group(n): the group of block n. begin(n, group): its first row.
     """
 
     total: jax.Array

@@ -42,7 +42,7 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
     """
 
     vocab_size: int = option(
-        0, "Ids of the vocabulary; 0: the tokenizer's.", unit="ids", minimum=0, on_resume="model"
+        0, "Number of token ids; 0: the tokenizer's.", unit="ids", minimum=0, on_resume="model"
     )
     d_model: int = option(
         256,
@@ -61,8 +61,8 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
     suffix: str = option("", "Mixers of layers after the repeated pattern.", on_resume="model")
     num_repeats: int = option(
         2,
-        "Repeats of the pattern; layers = num_repeats * length of the pattern, and those of prefix "
-        "and suffix.",
+        "Repeats of the pattern. The number of layers is num_repeats * length of the pattern + "
+        "length of prefix + length of suffix.",
         minimum=1,
         renamed_from=("repeats", "layers", "n_layers", "num_layers"),
         on_resume="model",
@@ -103,9 +103,12 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
         f"What a layer keeps for its gradient. {remat.describe()}",
         choices=tuple(remat.POLICIES),
     )
-    scan_layers: bool = option(True, "Compile one repeat, in a loop, instead of all repeats.")
+    scan_layers: bool = option(
+        True,
+        "Compile one repeat of the pattern and loop over it, instead of compiling all repeats.",
+    )
     loss_chunk: int = option(
-        1024, "Tokens per device whose logits exist at a time.", unit="tokens", minimum=1
+        1024, "Tokens per device whose logits are in memory at a time.", unit="tokens", minimum=1
     )
 
     def __post_init__(self) -> None:
@@ -136,13 +139,20 @@ class ModelConfig(ExpertOptions, MlaOptions, KdaOptions, AttentionOptions):
         if self.mla_value_dim > most:
             needed = f"at most config.model.mla_nope_dim + config.model.mla_rope_dim ({most})"
             raise wrong("config.model.mla_value_dim", self.mla_value_dim, needed, most)
+        if 0 < self.mla_rotation_base < 1:
+            needed = "0 (no rotation) or a number >= 1"
+            raise wrong("config.model.mla_rotation_base", self.mla_rotation_base, needed, 10000.0)
+        if self.mla_rotation_base and self.mla_rope_dim % 2:
+            needed = "an even number if config.model.mla_rotation_base is not 0"
+            even = self.mla_rope_dim + 1
+            raise wrong("config.model.mla_rope_dim", self.mla_rope_dim, needed, even)
         if self.attention_memory and not self.carry:
             needed = "0 if config.model.carry is False"
             raise wrong("config.model.attention_memory", self.attention_memory, needed, 0)
 
     @property
     def mixers(self) -> tuple[str, ...]:
-        """The names in `prefix`, `pattern` and `suffix`, one a position."""
+        """The names in `prefix`, `pattern` and `suffix`, one per position."""
         return _names(self.prefix) + _names(self.pattern) + _names(self.suffix)
 
     @property

@@ -24,7 +24,7 @@ from model.gathered import finish_with
 from model.layer_loop import Layer, run_layers, run_layers_recomputed
 from model.layers import constrain, rms_norm, rms_norm_by_copies
 from model.mixers.protocol import Metrics, Mixer, RowPlan
-from model.mixers.registry import mixers_of
+from model.mixers.registry import mixers_of, reads_positions
 from model.params import block_specs, copies, param_specs, spread_params, use_matrices
 
 _TOKEN_AXIS = {FSDP: 0, EXPERT: 0, CONTEXT: 1}  # which axis of [B, T] a mesh axis cuts
@@ -38,6 +38,7 @@ def forward(
     continues: jax.Array,
     carry: Arrays,
     mesh: Mesh,
+    positions: jax.Array | None = None,
 ) -> tuple[jax.Array, Arrays, Metrics]:
     """Hidden states of a batch, what the next rows of the same streams start from, and metrics.
 
@@ -48,12 +49,19 @@ def forward(
         continues: [B] bool, the row's first segment continues from the carry.
         carry: from `init_carry` or the previous call. Without cfg.carry it is returned unread, and
             every row starts afresh.
+        positions: [B, T] int32, of each token in its document, counted across rows; needed by
+            models with layers that read them (`reads_positions`).
 
     Returns:
         hidden [B, T, D] in the compute dtype, after the final norm; the new carry; and what layers
         report: a tuple over positions, stacked over repeats, for `after_step`.
+
+    Raises:
+        ValueError: positions are needed and missing.
     """
-    plan = plan_rows(segment_ids, continues, mesh)
+    if positions is None and reads_positions(cfg):
+        raise ValueError("a layer of this model reads positions: forward needs them")
+    plan = plan_rows(segment_ids, continues, mesh, positions)
     hidden = constrain(_embed(params, cfg, tokens, mesh), mesh, TOKEN_SPEC)
     hidden, (blocks, metrics) = _run_blocks(
         params["blocks"], cfg, hidden, plan, carry["blocks"], mesh
@@ -86,14 +94,16 @@ def after_step(
     return params | {"blocks": tuple(blocks)}, scalars
 
 
-def plan_rows(segment_ids: jax.Array, continues: jax.Array, mesh: Mesh) -> RowPlan:
-    """Works out once a batch what segment_ids [B, T] and continues [B] mean for every layer."""
+def plan_rows(
+    segment_ids: jax.Array, continues: jax.Array, mesh: Mesh, positions: jax.Array | None = None
+) -> RowPlan:
+    """Works out once per batch what segment_ids [B, T] and continues [B] mean for every layer."""
     axis_name = CONTEXT if mesh.shape[CONTEXT] > 1 else None
     plan = functools.partial(plan_segments, axis_name=axis_name)
     segments = jax.shard_map(plan, mesh=mesh, in_specs=TOKEN_SPEC, out_specs=TOKEN_SPEC)(
         segment_ids
     )
-    return RowPlan(segments, continues, jnp.any(segment_ids != 0, axis=1))
+    return RowPlan(segments, continues, jnp.any(segment_ids != 0, axis=1), positions)
 
 
 def init_carry(cfg: ModelConfig, rows: int) -> Arrays:
@@ -111,7 +121,7 @@ def init_carry(cfg: ModelConfig, rows: int) -> Arrays:
 
 
 def carry_shardings(cfg: ModelConfig, mesh: Mesh) -> Arrays:
-    """Tree of `NamedSharding`, one an array of the carry."""
+    """Tree of `NamedSharding`, one per array of the carry."""
 
     def sharding(spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(None, *spec))
@@ -157,8 +167,8 @@ def _run_blocks(
     metrics)), the latter two likewise.
 
     Nothing inside the loop over layers sums over ranks but the gradients of matrices: small
-    parameters and the carry enter it as one copy a rank, whose gradients are added after it, and
-    what layers hand to the next row leaves it as one share a rank.
+    parameters and the carry enter it as one copy per rank, whose gradients are added after it, and
+    what layers hand to the next row leaves it as one share per rank.
     """
     mixers, specs = mixers_of(cfg), block_specs(cfg)
     layers = [

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model.config import ModelConfig
 from model.decoder import Arrays, carry_shardings, forward, init_carry
 from model.loss import logits
+from model.mixers.registry import reads_positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +55,12 @@ class Sampling:
 class Decoded(NamedTuple):
     """The state of a batch of rows: the carry after its last tokens, and the next logits.
 
-    logits: [B, V] float32 of the token after each row's last one.
+    logits: [B, V] float32 of the token after each row's last one. length: [B] int32, tokens so far.
     """
 
     carry: Arrays
     logits: jax.Array
+    length: jax.Array
 
 
 class Generator:
@@ -84,11 +86,12 @@ class Generator:
         self._params, self._mesh, self._piece = params, mesh, piece
         memory = max(cfg.attention_memory, attention_memory)
         self._cfg = dataclasses.replace(cfg, carry=True, remat="none", attention_memory=memory)
+        self._positions = reads_positions(self._cfg)
         # A chunk of KDA would hold one token, so the recurrence is cheaper.
         token_by_token = dataclasses.replace(self._cfg, kda_implementation="recurrent")
         whole = NamedSharding(mesh, PartitionSpec())
         carried = carry_shardings(self._cfg, mesh)
-        self._shardings = Decoded(carried, whole)  # type: ignore[arg-type]
+        self._shardings = Decoded(carried, whole, whole)  # type: ignore[arg-type]
         self._advance = self._jit(functools.partial(self._forward, self._cfg))
         self._append = self._jit(functools.partial(self._forward, token_by_token))
         self._next = jax.jit(
@@ -173,7 +176,7 @@ class Generator:
     def _empty_arrays(self, rows: int) -> Callable[[], Decoded]:
         def make() -> Decoded:
             scores = jnp.zeros((rows, self._cfg.vocab_size), jnp.float32)
-            return Decoded(init_carry(self._cfg, rows), scores)
+            return Decoded(init_carry(self._cfg, rows), scores, jnp.zeros(rows, jnp.int32))
 
         return make
 
@@ -184,17 +187,18 @@ class Generator:
     def _forward(self, cfg, params, done: Decoded, tokens, segment_ids, continues) -> Decoded:
         """tokens, segment_ids: [B, T], with padding (0) only at the end. A row that is all padding
         keeps its state."""
-        hidden, carry, _ = forward(
-            params, cfg, tokens, segment_ids, continues, done.carry, self._mesh
-        )
+        positions = done.length[:, None] + jnp.arange(tokens.shape[1]) if self._positions else None
+        arrays = tokens, segment_ids, continues
+        hidden, carry, _ = forward(params, cfg, *arrays, done.carry, self._mesh, positions)
         count = jnp.sum(segment_ids != 0, axis=1)
         last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
         scores = logits(params, cfg, last, self._mesh)[:, 0]
-        return Decoded(carry, jnp.where(count[:, None] > 0, scores, done.logits))
+        scores = jnp.where(count[:, None] > 0, scores, done.logits)
+        return Decoded(carry, scores, done.length + count)
 
 
 def _single(tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """tokens, segment_ids and continues of one token a row."""
+    """tokens, segment_ids and continues of one token per row."""
     return tokens[:, None], jnp.ones((len(tokens), 1), jnp.int32), jnp.ones(len(tokens), bool)
 
 

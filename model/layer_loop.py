@@ -1,4 +1,4 @@
-"""The loop over layers, whose gradient is written out.
+"""The loop over layers, with an explicit gradient.
 
 A layer is a function
 
@@ -28,7 +28,7 @@ from model.ahead import Ahead
 from model.axes import Tree
 
 Layer = Callable[..., tuple[jax.Array, Tree, Tree, Tree]]
-Stacked = tuple[Any, ...]  # one tree a position of the pattern, arrays [R, ...]
+Stacked = tuple[Any, ...]  # one tree per position of the pattern, arrays [R, ...]
 
 
 def run_layers(

@@ -56,7 +56,7 @@ def init_params(cfg: ModelConfig, key: jax.Array) -> Arrays:
 
 
 def param_shardings(cfg: ModelConfig, mesh: Mesh) -> Tree:
-    """Tree of `NamedSharding`, one a parameter."""
+    """Tree of `NamedSharding`, one per parameter."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec.partition(mesh)), param_specs(cfg))
 
 
@@ -95,7 +95,7 @@ def use_matrices(params: Tree, specs: Tree, cfg: ModelConfig, mesh: Mesh) -> Tre
 
 
 def spread_params(params: Tree, specs: Tree, mesh: Mesh) -> Tree:
-    """Parameters stacked over repeats [R, ...] with small ones as `copies`, one a token rank."""
+    """Parameters stacked over repeats [R, ...] with small ones as `copies`, one per token rank."""
 
     def spread(spec: ParamSpec, param: jax.Array) -> jax.Array:
         return param if spec.is_matrix else copies(param, TOKENS, spec.use_partition, mesh)
@@ -124,7 +124,7 @@ def _gather_forward(kept, used, param):
 
 
 def _gather_backward(kept, used, _, gradient):
-    """Constrained as it is kept, so that the compiler sums it by a reduce-scatter."""
+    """Constrained to its stored sharding, so that the compiler sums it by a reduce-scatter."""
     return (jax.lax.with_sharding_constraint(gradient, kept),)
 
 
@@ -152,7 +152,7 @@ def param_count(cfg: ModelConfig) -> int:
 
 
 def block_specs(cfg: ModelConfig) -> tuple[Specs, ...]:
-    """The tables of the blocks, one a position, not stacked."""
+    """The tables of the blocks, one per position, not stacked."""
     return tuple(
         {
             "mixer_norm": gain(cfg.d_model),

@@ -12,6 +12,7 @@ from data.loader import Loader, make_loader
 from data.options import DataConfig
 from model.checks import check_mesh
 from model.config import ModelConfig
+from model.mixers.registry import reads_positions
 from model.params import param_shardings
 from training import devices
 from training.build import model_config
@@ -41,6 +42,7 @@ def evaluate(config: ConfigDict, workdir: str, source: str, log: Log) -> dict[st
         mesh=mesh,
         seed=config.train.seed,
         max_batches=config.eval.batches,
+        positions=reads_positions(config.model),
     )
     try:
         model = model_config(config, loader.tokenizer.vocab_size)

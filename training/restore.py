@@ -58,7 +58,7 @@ def saved_config(metadata: Metadata) -> ConfigDict:
 
 
 def checkpoint_folder(directory: str, workdir: str) -> str:
-    """An absolute path, or one with a scheme such as gs:// as it is."""
+    """An absolute path, or, unchanged, one with a scheme such as gs://."""
     folder = directory or os.path.join(workdir, "checkpoints")
     return folder if "://" in folder else os.path.abspath(folder)
 
@@ -239,7 +239,7 @@ def check_same_parameters(folder: str, theirs: ModelConfig, ours: ModelConfig) -
     Raises:
         UserError: naming the first option or parameter that differs.
     """
-    for name in ("decay_gate", "norm_eps", "pattern"):
+    for name in _options_without_shapes(ours):
         saved, here = getattr(theirs, name), getattr(ours, name)
         if saved != here:
             raise UserError(
@@ -254,6 +254,18 @@ def check_same_parameters(folder: str, theirs: ModelConfig, ours: ModelConfig) -
                 f"{folder}: parameter {name} is {saved_shapes.get(name)} there and "
                 f"{shapes.get(name)} here; try the config that it was trained with"
             )
+
+
+def _options_without_shapes(cfg: ModelConfig) -> list[str]:
+    """Options of a model's layers that change its function and no parameter's shape."""
+    names = ["pattern", "norm_eps", "decay_gate"]
+    if "kda" in cfg.mixers:
+        names.append("negative_eigenvalues")
+    if "mla" in cfg.mixers:
+        names.append("mla_rotation_base")
+    if "experts" in cfg.ffns:
+        names += ["experts_per_token", "router_scale"]
+    return names
 
 
 def _with_carry(parts: Parts, arrays: Arrays) -> Arrays:

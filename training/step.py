@@ -133,7 +133,7 @@ def make_score_step(cfg: ModelConfig, mesh: Mesh) -> Any:
     ) -> tuple[Any, tuple[jax.Array, jax.Array]]:
         one: Batch = jax.tree.map(lambda x: x[0], batch)
         hidden, carry, _ = forward(
-            params, cfg, one.tokens, one.segment_ids, one.continues, carry, mesh
+            params, cfg, one.tokens, one.segment_ids, one.continues, carry, mesh, one.positions
         )
         return carry, token_scores(params, cfg, hidden, one.targets, mesh)
 
@@ -242,9 +242,8 @@ def _windows(cfg: ModelConfig, mesh: Mesh, params, batch: Batch, carry):
     """
 
     def window(carry, batch: Batch):
-        hidden, carry, reported = forward(
-            params, cfg, batch.tokens, batch.segment_ids, batch.continues, carry, mesh
-        )
+        arrays = batch.tokens, batch.segment_ids, batch.continues
+        hidden, carry, reported = forward(params, cfg, *arrays, carry, mesh, batch.positions)
         sums = loss_sums(params, cfg, hidden, batch.targets, batch.loss_weights, mesh)
         return carry, (sums, reported)
 

@@ -1,4 +1,4 @@
-"""Options that a sweep changes, as inputs of the compiled step: other values need no compilation.
+"""Options that a sweep changes, as inputs of the compiled step: new values need no compilation.
 
 Both kinds of schedule are formulas of a few such numbers; optax's schedules would give a different
 program for every length and peak.
@@ -18,7 +18,7 @@ from training.options import OptimizerOptions
 class Schedule(NamedTuple):
     """Warm-up from 0, a constant rate, and a decay; float32 scalars except counts and `cosine`.
 
-    Divisions are done here, once, as the compiler would do with constants.
+    Reciprocals are computed once, here, as the compiler would for constants.
 
     Attributes:
         peak: the rate after warm-up.

@@ -46,7 +46,7 @@ def write_folder(
 
     Args:
         read: returns a parameter by its path ("blocks/0/mixer/q"), float32, on any mesh of this
-            process. It is called once a parameter, when the one before is no longer held.
+            process. It is called once per parameter, after the previous one has been released.
         dtype: float32 or bfloat16; tensors that the format keeps in float32 stay float32.
 
     Raises:

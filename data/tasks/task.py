@@ -42,7 +42,7 @@ class TaskReader:
         return len(self.sizes)
 
     def fingerprint(self) -> str:
-        """Also changes with the code that writes documents."""
+        """The identity of the documents; it changes with the code that writes them."""
         module = inspect.getmodule(self._write)
         assert module is not None
         code = hashlib.sha256(inspect.getsource(module).encode()).hexdigest()[:16]

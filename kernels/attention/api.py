@@ -14,11 +14,11 @@ from kernels.select import platform
 
 IMPLEMENTATIONS = ("mosaic_tpu", "blockwise", "one_query")
 _LANE = 128  # the TPU kernels' blocks are multiples of it
-_MOST_PAIRS = 2**18  # most pairs of blocks: 3 bytes per pair of 1 MB of scalar memory
+_MOST_PAIRS = 2**18  # limit on pairs of blocks: each takes 3 bytes of 1 MB of scalar memory
 
 
 class Memory(NamedTuple):
-    """Keys and values before the row, in order: m tokens, or with ranks this rank's part of them.
+    """Keys and values before the row, in order: m tokens, or this rank's part of them.
 
     k, v: [B, G, m, d]. valid: [B, m] bool, whether the token belongs to the row's first segment.
     """
@@ -75,7 +75,7 @@ def attention(
         before = Memory(gather(line, memory.k, 2), gather(line, memory.v, 2), memory.valid)
         before = before._replace(valid=gather(line, memory.valid, 1))
     if name == "one_query":
-        # The only token sees itself and, being all of its segment, what is before.
+        # The row's only token sees itself and, if it continues a segment, the tokens before.
         out = one_query.attend(q, [keys] if before is None else [before, keys])
     else:
         out = _attend(name, _unit(name, block, index, before, line), line, q, keys, index, before)

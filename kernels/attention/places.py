@@ -43,7 +43,7 @@ def meeting(places: Places, blocks: Blocks) -> jax.Array:
 
 
 def own_block(places: Places, blocks: Blocks) -> jax.Array:
-    """[n / blocks.q, s / blocks.k] bool: whether the key block holds a position of the queries."""
+    """[n / blocks.q, s / blocks.k] bool: whether a key block contains the position of a query."""
     position = places.q_position.reshape(-1, blocks.q)
     block = jnp.arange(places.k_index.shape[1] // blocks.k)
     first, last = position[:, :1] // blocks.k, position[:, -1:] // blocks.k

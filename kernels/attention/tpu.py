@@ -74,8 +74,8 @@ def _causal(q_position: jax.Array, k_position: jax.Array) -> jax.Array:
 
 
 def _next_key_block(run: jax.Array) -> jax.Array:
-    """For each step along the keys, the key block to load: this one, or the next that runs, if
-    necessary in the next block of queries."""
+    """For each step along the keys, the key block to load: the block of this step if it runs, else
+    that of the next step that does, possibly for the next block of queries."""
     here = _next_along(run, axis=1)
     then = jnp.roll(here[:, :1], -1, axis=0)
     return jnp.where(here < run.shape[1], here, then)
@@ -89,7 +89,7 @@ def _next_query_block(run: jax.Array) -> jax.Array:
 
 
 def _next_along(run: jax.Array, axis: int) -> jax.Array:
-    """For each block, the number of the first block from it on that runs; the axis size if none."""
+    """For each block, the first block at or after it that runs; the axis size if there is none."""
     size = run.shape[axis]
     number = jax.lax.broadcasted_iota(jnp.int32, run.shape, axis)
     return jax.lax.cummin(jnp.where(run, number, size), axis=axis, reverse=True)

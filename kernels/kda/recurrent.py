@@ -1,7 +1,7 @@
 """Backend "recurrent": the reference with the internal signature of `problem.py`.
 
 Slow and simple. Under context parallelism every rank gathers and runs the whole row and keeps its
-own slice. JAX differentiates this computation as it is.
+own slice. JAX differentiates this computation directly.
 """
 
 import dataclasses

@@ -57,6 +57,8 @@ def _config(cfg: ModelConfig) -> Json:
             "kimi_linear", cfg, ("key_dim", "value_dim", "gate_rank"), decay_gate="softplus",
             value_heads=cfg.kda_heads, negative_eigenvalues=False,
         )  # fmt: skip
+    if "mla" in mixers:
+        _check_mla(cfg)
     numbers = {name: [i + 1 for i, m in enumerate(mixers) if m == name] for name in ("kda", "mla")}
     return {
         "architectures": ["KimiLinearForCausalLM"],
@@ -86,6 +88,14 @@ def _config(cfg: ModelConfig) -> Json:
         "v_head_dim": cfg.mla_value_dim,
         "mla_use_nope": True,
     } | (_expert_config(cfg) if "experts" in ffns else {})
+
+
+def _check_mla(cfg: ModelConfig) -> None:
+    for name, needed in (("mla_rotation_base", 0.0), ("mla_output_gate", False)):
+        if (value := getattr(cfg, name)) != needed:
+            raise ConvertError(
+                f"format 'kimi_linear' has no config.model.{name}={value!r}; only {needed!r}"
+            )
 
 
 def _expert_config(cfg: ModelConfig) -> Json:

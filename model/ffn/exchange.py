@@ -27,7 +27,7 @@ class Slices(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Both directions, and rows of each of this rank's experts, sizes [E / P] int32.
+    """Both directions of an exchange. sizes: [E / P] int32, rows of each of this rank's experts.
 
     Rows that arrive are ordered by expert, and for each expert by the sending rank.
     """

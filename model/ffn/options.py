@@ -18,7 +18,7 @@ class ExpertOptions:
     )
     experts_per_token: int = option(
         2,
-        "Experts that compute a token, of num_experts.",
+        "Experts to which each token is sent.",
         minimum=1,
         renamed_from=("top_k", "num_experts_per_tok", "num_experts_per_token"),
         on_resume="model",
@@ -32,21 +32,22 @@ class ExpertOptions:
     )
     shared_experts: int = option(
         1,
-        "Experts that compute every token, together one SwiGLU of so many times expert_d_ff.",
+        "Experts that process every token, stored as one SwiGLU of shared_experts * expert_d_ff "
+        "columns.",
         minimum=0,
         renamed_from=("n_shared_experts", "num_shared_experts"),
         on_resume="model",
     )
     router_scale: float = option(
         1.0,
-        "Factor of a token's weights of its experts, which add up to 1 before.",
+        "Sum of the weights with which a token's experts are added.",
         above=0,
         renamed_from=("routed_scaling_factor",),
         on_resume="model",
     )
     router_bias_rate: float = option(
         1e-3,
-        "Change of an expert's selection bias a step, up where it had fewer tokens than the mean "
-        "and down where it had more; 0: biases stay.",
+        "Change of an expert's selection bias per step: up if the expert had fewer tokens than the "
+        "mean, down if it had more. 0: biases do not change.",
         minimum=0,
     )

@@ -33,7 +33,6 @@ from model.config import ModelConfig
 from model.layers import matmul
 from model.mixers.protocol import Metrics, RowPlan
 
-READS_POSITIONS = False
 _CHANNEL_SPEC = PartitionSpec(ROWS, CONTEXT, TENSOR)  # [B, T, channels of all heads]
 _KEYS_SPEC = PartitionSpec(ROWS, TENSOR, CONTEXT)  # [B, G, M, d]
 _MEMORY_SPECS = (_KEYS_SPEC, _KEYS_SPEC, TOKEN_SPEC)
@@ -80,6 +79,11 @@ def memory_specs(cfg: ModelConfig) -> Tree:
     if not (cfg.carry and cfg.attention_memory):
         return {}
     return dict(zip(Memory._fields, _MEMORY_SPECS))
+
+
+def reads_positions(cfg: ModelConfig) -> bool:
+    """Never."""
+    return False
 
 
 def flops_per_token(cfg: ModelConfig) -> float:

@@ -46,7 +46,6 @@ from model.config import ModelConfig
 from model.layers import gated_rms_norm, matmul, vary
 from model.mixers.protocol import Metrics, RowPlan
 
-READS_POSITIONS = False
 STREAMS = ("q", "k", "v")
 
 _CHANNEL_SPEC = PartitionSpec(ROWS, CONTEXT, TENSOR)  # [B, T, channels of all heads]
@@ -142,6 +141,11 @@ def carry_specs(cfg: ModelConfig) -> Tree:
     return {"state": _STATE_SPEC, "conv": dict.fromkeys(STREAMS, _TAIL_SPEC)}
 
 
+def reads_positions(cfg: ModelConfig) -> bool:
+    """Never."""
+    return False
+
+
 def flops_per_token(cfg: ModelConfig) -> float:
     """Matrices, convolutions and the chunked recurrence."""
     convolutions = 2.0 * cfg.conv_kernel_size * sum(_channels(cfg).values())
@@ -216,7 +220,7 @@ def _island(cfg: ModelConfig, mesh: Mesh, repeated: bool) -> Callable[..., tuple
     of_rank = functools.partial(jax.tree.map, lambda spec: PartitionSpec(CONTEXT, *spec))
     carries = of_rank(carry_specs(cfg))
     entries = of_rank({"state": _STATE_SPEC, "halo": _TAIL_SPEC})
-    plans: Any = RowPlan(TOKEN_SPEC, PartitionSpec(ROWS), PartitionSpec(ROWS))  # type: ignore[arg-type]
+    plans: Any = RowPlan(TOKEN_SPEC, PartitionSpec(ROWS), PartitionSpec(ROWS), TOKEN_SPEC)  # type: ignore[arg-type]
     axis_name = CONTEXT if mesh.shape[CONTEXT] > 1 else None
 
     def mix(params, streams, decay, beta, gate, plan, carry, entry):

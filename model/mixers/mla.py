@@ -1,8 +1,13 @@
-"""Multi-head latent attention without positions, as in Kimi Linear.
+"""Multi-head latent attention, as in Kimi Linear, or with rotary positions and an output gate.
 
 x -> queries; x -> a latent, normed and expanded to each head's keys and values, and a second part
-of the keys that all heads share -> attention (model/mixers/attention.py) -> output projection. The
-shared part is the one to which other models apply a rotation, hence "rope"; here nothing does.
+of the keys that all heads share -> attention (model/mixers/attention.py) -> optional gate -> output
+projection.
+
+With cfg.mla_rotation_base, the shared part of the keys and the channels of the queries that meet it
+("rope") are rotated by the token's position in its document. Kimi Linear has no rotation. Scores
+depend only on differences of positions, so carried keys keep the rotation that they have. Angles
+are float32: their error is about 6e-8 of the position, 0.06 radians after a million tokens.
 
 The attention implementation has a single head size, so values are padded with zeros to that of the
 keys. At Kimi Linear's sizes (192 and 128), products with values, and carried values, cost 1.5 times
@@ -22,7 +27,6 @@ from model.mixers import attention
 from model.mixers.attention import attend, init_memory, memory_needs, memory_specs
 from model.mixers.protocol import Metrics, RowPlan
 
-READS_POSITIONS = False
 _LATENT_NORM_EPS = 1e-6  # as in Kimi Linear, whatever the epsilon of its other norms
 
 
@@ -31,13 +35,16 @@ def param_specs(cfg: ModelConfig) -> Specs:
     width, rank, std = cfg.d_model, cfg.mla_kv_rank, cfg.init_std
     heads, values = cfg.mla_heads, cfg.mla_heads * cfg.mla_value_dim
     expanded = heads * (cfg.mla_nope_dim + cfg.mla_value_dim)
-    return {
+    specs = {
         "q": matrix((width, heads * _key_size(cfg)), ("width", "heads"), std),
         "kv_down": matrix((width, rank + cfg.mla_rope_dim), ("width", "whole"), std),
         "kv_norm": gain(rank),
         "kv_up": matrix((rank, expanded), ("kv_rank", "heads"), std),
         "output": matrix((values, width), ("heads", "width"), cfg.residual_std),
     }
+    if cfg.mla_output_gate:
+        specs["output_gate"] = matrix((width, values), ("width", "heads"), std)
+    return specs
 
 
 def init_carry(cfg: ModelConfig, rows: int) -> Arrays:
@@ -48,6 +55,11 @@ def init_carry(cfg: ModelConfig, rows: int) -> Arrays:
 def carry_specs(cfg: ModelConfig) -> Tree:
     """See `attention.memory_specs`."""
     return memory_specs(cfg)
+
+
+def reads_positions(cfg: ModelConfig) -> bool:
+    """With rotation."""
+    return cfg.mla_rotation_base > 0
 
 
 def flops_per_token(cfg: ModelConfig) -> float:
@@ -75,10 +87,14 @@ def forward(
     mesh: Mesh,
 ) -> tuple[jax.Array, Arrays, Arrays, Metrics]:
     """Mixes x [B, T, D] along the tokens of each segment. See `protocol.Mixer`."""
-    streams = (matmul(x, params["q"]), *_keys_and_values(params, cfg, x, mesh))
+    queries = _queries(params, cfg, x, plan.positions)
+    streams = queries, *_keys_and_values(params, cfg, x, plan.positions, mesh)
     mixed, ends = attend(streams, _key_size(cfg), cfg, plan, carry, mesh)
     heads = mixed.reshape(*x.shape[:2], cfg.mla_heads, _key_size(cfg))[..., : cfg.mla_value_dim]
-    return matmul(heads.reshape(*x.shape[:2], -1), params["output"]), ends, {}, {}
+    read = heads.reshape(*x.shape[:2], -1)
+    if cfg.mla_output_gate:
+        read = read * jax.nn.sigmoid(matmul(x, params["output_gate"]))
+    return matmul(read, params["output"]), ends, {}, {}
 
 
 def new_carry(cfg: ModelConfig, plan: RowPlan, carry: Arrays, ends: Arrays) -> Arrays:
@@ -86,8 +102,33 @@ def new_carry(cfg: ModelConfig, plan: RowPlan, carry: Arrays, ends: Arrays) -> A
     return attention.new_carry(cfg, plan, carry, ends)
 
 
+def _queries(
+    params: Arrays, cfg: ModelConfig, x: jax.Array, positions: jax.Array | None
+) -> jax.Array:
+    """[B, T, H * key size]."""
+    queries = matmul(x, params["q"])
+    if not reads_positions(cfg):
+        return queries
+    heads = queries.reshape(*x.shape[:2], cfg.mla_heads, -1)
+    own, shared = jnp.split(heads, [cfg.mla_nope_dim], axis=-1)
+    rotated = rotate(shared, positions, cfg.mla_rotation_base)
+    return jnp.concatenate([own, rotated], axis=-1).reshape(queries.shape)
+
+
+def rotate(x: jax.Array, positions: jax.Array | None, base: float) -> jax.Array:
+    """Rotates channels i and i + R/2 of x [B, T, H, R] by positions [B, T] * base^(-2i/R)."""
+    assert positions is not None, "decoder.forward requires positions for these layers"
+    half = x.shape[-1] // 2
+    rates = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions.astype(jnp.float32)[:, :, None, None] * rates
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = [first * cos - second * sin, first * sin + second * cos]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
 def _keys_and_values(
-    params: Arrays, cfg: ModelConfig, x: jax.Array, mesh: Mesh
+    params: Arrays, cfg: ModelConfig, x: jax.Array, positions: jax.Array | None, mesh: Mesh
 ) -> tuple[jax.Array, jax.Array]:
     """Keys, and values padded to the keys' size: [B, T, H * key size] each."""
     heads = (*x.shape[:2], cfg.mla_heads)
@@ -95,7 +136,10 @@ def _keys_and_values(
     latent = rms_norm_by_copies(latent, params["kv_norm"], _LATENT_NORM_EPS, mesh)
     expanded = matmul(latent, params["kv_up"]).reshape(*heads, -1)
     keys, values = jnp.split(expanded, [cfg.mla_nope_dim], axis=-1)
-    shared = jnp.broadcast_to(shared[:, :, None], (*heads, cfg.mla_rope_dim))
+    shared = shared[:, :, None]
+    if reads_positions(cfg):
+        shared = rotate(shared, positions, cfg.mla_rotation_base)
+    shared = jnp.broadcast_to(shared, (*heads, cfg.mla_rope_dim))
     keys = jnp.concatenate([keys, shared], axis=-1)
     padding = _key_size(cfg) - cfg.mla_value_dim
     values = jnp.pad(values, [(0, 0)] * 3 + [(0, padding)])

@@ -21,8 +21,9 @@ class KdaOptions:
     )
     kda_value_heads: int = option(
         0,
-        "Value heads of KDA, each with its state and gates; a multiple of kda_heads, whose queries "
-        "and keys neighbouring value heads share. 0: kda_heads.",
+        "Value heads of KDA, each with its own state and gates; a multiple of kda_heads. "
+        "Neighbouring value heads share the queries and keys of one KDA head. 0: as many as "
+        "kda_heads.",
         minimum=0,
         on_resume="model",
     )
@@ -64,7 +65,8 @@ class KdaOptions:
     )
     negative_eigenvalues: bool = option(
         False,
-        "beta is in (0, 2) instead of (0, 1): a token may reverse what its key's direction holds.",
+        "Beta ranges over (0, 2) instead of (0, 1), so a token can reverse the sign of what the "
+        "state holds for its key.",
         on_resume="model",
     )
     learned_initial_state: bool = option(
@@ -75,14 +77,14 @@ class KdaOptions:
     )
     kda_implementation: str = option(
         "auto",
-        "Implementation of KDA and its convolution. auto chooses by device; a name runs that "
-        "one or fails.",
+        "Implementation of KDA and its convolution. auto: chosen for the device. A named "
+        "implementation is used, or the run fails.",
         choices=("auto", "mosaic_tpu", "chunked", "recurrent"),
     )
     kda_state_policy: str = option(
         "remat",
-        "What KDA keeps for its gradient. remat: inputs and chunk states. save: more, which is "
-        "faster.",
+        "What KDA keeps for its gradient. remat: inputs and chunk states. save: more, which takes "
+        "more memory and less time.",
         choices=("remat", "save"),
     )
 
@@ -116,8 +118,8 @@ class AttentionOptions:
     )
     attention_memory: int = option(
         0,
-        "Tokens whose keys and values are carried to the next row, where its first document sees "
-        "them. A multiple of mesh.context. 0: attention sees only the current row.",
+        "Tokens whose keys and values are carried to the next row, for the document that "
+        "continues there. A multiple of mesh.context. 0: attention sees only the current row.",
         unit="tokens",
         minimum=0,
         on_resume="state",
@@ -142,7 +144,8 @@ class MlaOptions:
     )
     mla_rope_dim: int = option(
         64,
-        "Additional query channels, whose keys all heads share; not rotated.",
+        "Additional query channels, whose keys all heads share; an even number if "
+        "mla_rotation_base is not 0.",
         minimum=1,
         on_resume="model",
     )
@@ -150,5 +153,18 @@ class MlaOptions:
         128,
         "Channels of a head's values; at most mla_nope_dim + mla_rope_dim.",
         minimum=1,
+        on_resume="model",
+    )
+    mla_rotation_base: float = option(
+        0.0,
+        "Base of the rotary position encoding on the mla_rope_dim channels, at least 1, such as "
+        "10000. 0: no rotation, as in Kimi Linear.",
+        minimum=0,
+        on_resume="model",
+    )
+    mla_output_gate: bool = option(
+        False,
+        "Multiply the values that each head reads by the sigmoid of a projection of the layer's "
+        "input.",
         on_resume="model",
     )

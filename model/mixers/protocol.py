@@ -22,19 +22,22 @@ class RowPlan(NamedTuple):
     """Metadata of a batch's rows for all layers; depends only on the ids and flags.
 
     segments: see kernels.segments. continues: [B] bool, whether the row's first segment continues
-    from the carry. has_tokens: [B] bool, whether the row is not all padding.
+    from the carry. has_tokens: [B] bool, whether the row is not all padding. positions: [B, T]
+    int32, the position of each token in its document, counted across rows; None if no layer reads
+    them.
     """
 
     segments: Segments
     continues: jax.Array
     has_tokens: jax.Array
+    positions: jax.Array | None
 
 
 class Mixer(Protocol):
-    """A layer that mixes tokens of a segment; a module with these functions and this constant."""
+    """A layer that mixes tokens of a segment; a module with these functions."""
 
-    READS_POSITIONS: bool
-    """Whether `forward` needs each token's position in its document."""
+    def reads_positions(self, cfg: ModelConfig) -> bool:
+        """Whether `forward` needs `RowPlan.positions`."""
 
     def param_specs(self, cfg: ModelConfig) -> Specs:
         """The parameters of one layer, by name."""

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from model.config import ModelConfig
 from model.mixers import attention, kda, mla
 from model.mixers.protocol import Mixer
 from options import wrong
@@ -41,6 +42,6 @@ def mixers_of(model: Patterns) -> tuple[Mixer, ...]:
     return tuple(found)
 
 
-def reads_positions(model: Patterns) -> bool:
-    """Whether any mixer of a model needs each token's position in its document."""
-    return any(mixer.READS_POSITIONS for mixer in mixers_of(model))
+def reads_positions(model: ModelConfig) -> bool:
+    """Whether any mixer of a model (or of config.model) needs each token's position."""
+    return any(mixer.reads_positions(model) for mixer in mixers_of(model))

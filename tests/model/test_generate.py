@@ -26,6 +26,7 @@ HYBRID = dataclasses.replace(
     mla_rope_dim=6,
     mla_value_dim=10,
 )
+ROTATED = dataclasses.replace(HYBRID, mla_rotation_base=50.0, mla_output_gate=True)
 RANDOM = np.random.default_rng(0)
 PROMPTS = [RANDOM.integers(0, VOCABULARY, n).astype(np.int32) for n in (1, 37, 64)]
 NEW = RANDOM.integers(0, VOCABULARY, (5, len(PROMPTS))).astype(np.int32)
@@ -38,7 +39,8 @@ def training_form(cfg: ModelConfig):
 
     def run(params, tokens, ids):
         start, carry = jnp.zeros(len(tokens), bool), init_carry(cfg, len(tokens))
-        hidden, _, _ = forward(params, cfg, tokens, ids, start, carry, mesh)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        hidden, _, _ = forward(params, cfg, tokens, ids, start, carry, mesh, positions)
         return logits(params, cfg, hidden, mesh)
 
     return fast_jit(run)
@@ -66,7 +68,7 @@ def expected(params, cfg: ModelConfig) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("cfg", "piece", "tensor"), [(CFG, 16, 1), (HYBRID, 16, 1), (HYBRID, 512, 2)]
+    ("cfg", "piece", "tensor"), [(CFG, 16, 1), (HYBRID, 512, 2), (ROTATED, 16, 1)]
 )
 def test_prefill_in_pieces_and_tokens_one_by_one_have_the_logits_of_the_whole_row(
     cfg, piece, tensor

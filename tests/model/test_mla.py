@@ -12,9 +12,10 @@ import pytest
 
 from model.checks import check_mesh
 from model.config import ModelConfig
-from model.decoder import init_carry, plan_rows
+from model.decoder import forward, init_carry, plan_rows
 from model.flops import key_flops_per_token, train_flops_per_token
 from model.mixers import mla
+from model.mixers.registry import reads_positions
 from model.params import spread_params
 from options import OptionError
 from tests.compiling import fast_jit
@@ -47,6 +48,7 @@ HYBRID = ModelConfig(
     carry=False,
 )
 ALONE = dataclasses.replace(HYBRID, pattern="mla", ffn="swiglu")
+ROTATED = dataclasses.replace(ALONE, mla_rotation_base=50.0, mla_output_gate=True)
 LINEARS = {
     "kda": {
         "q": "q_proj",
@@ -174,12 +176,45 @@ def by_loops(params: dict, x: np.ndarray, segment_ids: np.ndarray) -> np.ndarray
     return y
 
 
+def plainly(params: dict, x: jax.Array, segment_ids: np.ndarray, positions: np.ndarray):
+    """The rotated and gated mixer in jax.numpy: all scores at once, rotation by complex numbers."""
+    cfg = ROTATED
+
+    def turn(channels):
+        """[B, T, H, 6]"""
+        rates = cfg.mla_rotation_base ** (-np.arange(3) / 3)
+        turns = np.exp(1j * positions[:, :, None, None] * rates).astype(np.complex64)
+        turned = (channels[..., :3] + 1j * channels[..., 3:]) * turns
+        return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+    q = (x @ params["q"]).reshape(*x.shape[:2], 4, 18)
+    down = x @ params["kv_down"]
+    latent, shared = down[..., :20], turn(down[:, :, None, 20:])
+    latent /= jnp.sqrt(jnp.mean(latent**2, axis=-1, keepdims=True) + 1e-6)
+    up = (latent * params["kv_norm"] @ params["kv_up"]).reshape(*x.shape[:2], 4, 22)
+    scores = jnp.einsum("bthc,bshc->bhts", q[..., :12], up[..., :12])
+    scores += jnp.einsum("bthc,bsc->bhts", turn(q[..., 12:]), shared[:, :, 0])
+    order = np.arange(x.shape[1])
+    seen = segment_ids[:, :, None] == segment_ids[:, None]
+    seen &= order[:, None] >= order
+    weights = jax.nn.softmax(jnp.where(seen[:, None], scores / np.sqrt(18), -1e30), axis=-1)
+    read = jnp.einsum("bhts,bshc->bthc", weights, up[..., 12:]).reshape(*x.shape[:2], 40)
+    return (read / (1 + jnp.exp(-x @ params["output_gate"]))) @ params["output"]
+
+
 def mix(cfg: ModelConfig, params: dict, x, segment_ids, continues, carry, **mesh_sizes):
     """(y, carry) of one layer on a mesh."""
-    mesh = make_mesh(**mesh_sizes)
+    run = mixer_of(cfg, segment_ids, continues, **mesh_sizes)
+    return jax.tree.map(np.asarray, fast_jit(run)(params, jnp.asarray(x, jnp.float32), carry))
 
-    def run(x, carry):
-        plan = plan_rows(jnp.asarray(segment_ids), jnp.asarray(continues), mesh)
+
+def mixer_of(cfg: ModelConfig, segment_ids, continues, positions=None, **mesh_sizes) -> Callable:
+    """(params, x, carry) -> (y, carry) of one layer on a mesh."""
+    mesh = make_mesh(**mesh_sizes)
+    positions = None if positions is None else jnp.asarray(positions, jnp.int32)
+
+    def run(params, x, carry):
+        plan = plan_rows(jnp.asarray(segment_ids), jnp.asarray(continues), mesh, positions)
         specs = mla.param_specs(cfg)
         layer = jax.tree.map(lambda x: x[None], params)
         layer = jax.tree.map(lambda x: x[0], spread_params(layer, specs, mesh))
@@ -187,11 +222,11 @@ def mix(cfg: ModelConfig, params: dict, x, segment_ids, continues, carry, **mesh
         stacked = jax.tree.map(lambda x: x[None], (carry, ends))
         return y, jax.tree.map(lambda x: x[0], mla.new_carry(cfg, plan, *stacked))
 
-    return jax.tree.map(np.asarray, fast_jit(run)(jnp.asarray(x, jnp.float32), carry))
+    return run
 
 
-def inputs(rows: int, length: int) -> tuple[dict, np.ndarray]:
-    params = jax.tree.map(lambda x: x[0], make_params(ALONE)["blocks"][0]["mixer"])
+def inputs(rows: int, length: int, cfg: ModelConfig = ALONE) -> tuple[dict, np.ndarray]:
+    params = jax.tree.map(lambda x: x[0], make_params(cfg)["blocks"][0]["mixer"])
     return params, np.random.default_rng(3).normal(size=(rows, length, 32)).astype(np.float32)
 
 
@@ -219,6 +254,65 @@ def test_rows_with_memory_are_one_long_row():
     assert worst_error(alone, expected[:, 16:])[0] > 0.1, "memory would not matter here"
 
 
+@pytest.mark.parametrize(
+    "mesh_sizes",
+    [
+        {},
+        {"context": 4, "tensor": 2},
+        pytest.param({"context": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_rotated_and_gated_has_the_values_and_gradients_of_plain_numpy(mesh_sizes):
+    """The second row begins in the middle of its document."""
+    ids = np.stack([row((1, 5), (2, 17), (0, 3), (3, 15)), row((4, 12), (6, 28))])
+    positions = np.stack([np.r_[:5, :17, :3, :15], np.r_[30:42, :28]])
+    params, x = inputs(*ids.shape, ROTATED)
+    d_out = np.where(ids == 0, 0, np.random.default_rng(4).normal(size=ids.shape))[..., None]
+    run = mixer_of(ROTATED, ids, [False] * 2, positions, **mesh_sizes)
+
+    def values_and_gradients(run):
+        def loss(params, x):
+            y = run(params, x)
+            return jnp.sum(y * d_out.astype(np.float32)), jnp.where(ids[..., None] == 0, 0, y)
+
+        grads, y = fast_jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, jnp.asarray(x))
+        return y, grads
+
+    y, grads = values_and_gradients(lambda params, x: run(params, x, {})[0])
+    expected = values_and_gradients(lambda params, x: plainly(params, x, ids, positions))
+    assert worst_error(y, expected[0])[0] < MODEL_FLOAT32
+    error, name = worst_error(grads, expected[1])
+    assert error < MODEL_FLOAT32_GRADIENT, name
+
+
+@pytest.mark.parametrize("context", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_carried_keys_keep_their_rotation(context):
+    cfg = dataclasses.replace(ROTATED, carry=True, attention_memory=16)
+    ids, positions = np.ones((1, 32), int), np.arange(100, 132)[None]
+    params, x = inputs(1, 32, ROTATED)
+    expected = plainly(params, x, ids, positions)
+
+    def second_row(positions: np.ndarray) -> jax.Array:
+        carry = mla.init_carry(cfg, 1)
+        for part, continues in ((slice(0, 16), False), (slice(16, 32), True)):
+            at = ids[:, part], [continues], positions[:, part]
+            y, carry = fast_jit(mixer_of(cfg, *at, context=context))(params, x[:, part], carry)
+        return y
+
+    assert worst_error(second_row(positions), expected[:, 16:])[0] < MODEL_FLOAT32
+    again = np.tile(np.arange(16), 2)[None]
+    assert worst_error(second_row(again), expected[:, 16:])[0] > 0.01, "blind to positions"
+
+
+def test_positions_are_asked_for_and_required():
+    assert reads_positions(ROTATED) and not reads_positions(HYBRID)
+    tokens = jnp.ones((1, 8), jnp.int32)
+    with pytest.raises(ValueError, match="reads positions"):
+        flags = jnp.zeros(1, bool)
+        forward({}, ROTATED, tokens, tokens, flags, init_carry(ROTATED, 1), make_mesh())
+
+
 def test_flops_by_hand():
     cfg = ModelConfig(vocab_size=258, pattern="mla", num_repeats=1)
     matrices = 256 * (2 * 192) + 256 * (512 + 64) + 512 * 2 * (128 + 128) + 2 * 128 * 256
@@ -230,6 +324,10 @@ def test_flops_by_hand():
 def test_what_cannot_work_is_refused():
     with pytest.raises(OptionError, match=r"config.model.mla_value_dim=19: needs at most .*\(18\)"):
         dataclasses.replace(ALONE, mla_value_dim=19)
+    with pytest.raises(OptionError, match=r"config\.model\.mla_rope_dim=5: needs an even number"):
+        dataclasses.replace(ROTATED, mla_rope_dim=5)
+    with pytest.raises(OptionError, match=r"config\.model\.mla_rotation_base=0\.5: needs 0"):
+        dataclasses.replace(ROTATED, mla_rotation_base=0.5)
     sizes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 3}
     with pytest.raises(OptionError, match=r"config.mesh.tensor=3: .*mla_heads \(4\)"):
         check_mesh(ALONE, sizes)

@@ -36,8 +36,6 @@ LENGTH = 16
 class Toy:
     """Implements the whole protocol without reusing any existing mixer."""
 
-    READS_POSITIONS = False
-
     def param_specs(self, cfg):
         return {"gain": vector((cfg.d_model,), ("whole",), lambda key, shape: jnp.ones(shape))}
 
@@ -55,6 +53,9 @@ class Toy:
 
     def new_carry(self, cfg, plan, carry, ends):
         return {"seen": carry["seen"] + ends["seen"]}
+
+    def reads_positions(self, cfg):
+        return False
 
     def flops_per_token(self, cfg):
         return 7.0

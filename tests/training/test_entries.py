@@ -6,12 +6,18 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from checkpoints.safetensors_io import Reader, Writer
+from model.decoder import forward, init_carry
+from model.loss import logits
+from tests.model_cases import make_mesh
+from tests.tolerances import MODEL_FLOAT32
 from tests.trainer import ROOT, environment, train
 from training.export import export
+from training.weights import read_folder
 
 SIZES = ("--config.model.num_repeats=1", "--config.train.steps=2", "--config.eval.batches=2")
 SIZES += tuple(  # a hybrid of KDA and MLA
@@ -138,14 +144,42 @@ def test_eval_only_finds_the_loss_that_the_run_reported_and_changes_nothing(
     assert f"loss {found['eval/loss']:.4f}" in done.stdout and not (tmp_path / "none").exists()
 
 
-def test_eval_only_reads_other_data_and_other_lengths_of_rows(workdir, tmp_path):
-    text = tmp_path / "other.txt"
-    text.write_bytes(b"xyzzy " * 500)
-    flags = ("--config.data.source=text", f"--config.data.path={text}")
-    flags += (f"--config.data.eval_path={text}", "--config.data.sequence_length=64")
-    flags += ("--config.model.carry=false", "--config.model.attention_memory=0")
-    line = train(workdir, *SIZES, *flags, "--eval_only").stdout
-    assert "bits/byte" in line and "parameters from step 2" in line
+def loss_of_rows(exported, tokens: np.ndarray, length: int) -> float:
+    """Nats per token of one document in rows that start from an empty state, in one forward."""
+    mesh = make_mesh()
+    params, cfg = read_folder(str(exported), mesh, {"compute_dtype": "float32"})
+    count = -(-len(tokens) // length)
+    ids = np.zeros(count * length, np.int32)
+    ids[: len(tokens)] = tokens
+    ids = ids.reshape(count, length)
+    real = np.arange(count * length).reshape(count, length) < len(tokens)
+    arrays = jnp.asarray(ids), jnp.asarray(real, jnp.int32), jnp.zeros(count, bool)
+    hidden, _, _ = forward(params, cfg, *arrays, init_carry(cfg, count), mesh)
+    scores = np.asarray(logits(params, cfg, hidden, mesh), np.float64).reshape(-1, cfg.vocab_size)
+    of_targets = scores[np.arange(len(tokens) - 1), tokens[1:]]
+    return float(np.mean(np.log(np.exp(scores[: len(tokens) - 1]).sum(1)) - of_targets))
+
+
+def test_eval_only_overrides_data_row_length_carry_and_memory(workdir, exported, tmp_path):
+    """Rows of 64 tokens with everything carried are one long row; without carry, each is alone."""
+    text, result = tmp_path / "other.txt", tmp_path / "result.json"
+    text.write_bytes(bytes(np.random.default_rng(0).integers(32, 127, 600).tolist()))
+    tokens = np.asarray([256, *text.read_bytes(), 257])
+    data = ("--config.data.source=text", f"--config.data.path={text}")
+    data += (f"--config.data.eval_path={text}", "--config.data.sequence_length=64")
+
+    def evaluated(*flags: str) -> float:
+        json_flag = f"--eval_json={result}"
+        line = train(workdir, *SIZES, *data, *flags, "--eval_only", json_flag).stdout
+        assert "bits/byte" in line and "parameters from step 2" in line
+        return json.loads(result.read_text())["eval/loss"]
+
+    carried = evaluated("--config.model.attention_memory=1024", "--config.eval.batches=0")
+    alone = evaluated("--config.model.carry=false", "--config.model.attention_memory=0",
+                      "--config.eval.batches=0")  # fmt: skip
+    assert carried == pytest.approx(loss_of_rows(exported, tokens, 640), rel=MODEL_FLOAT32)
+    assert alone == pytest.approx(loss_of_rows(exported, tokens, 64), rel=MODEL_FLOAT32)
+    assert abs(carried - alone) > 100 * MODEL_FLOAT32, "carry would not matter here"
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,11 @@ def test_special_tokens_are_written(tmp_path):
         ({"gate_rank": 0}, "has one head size; .* gate_rank=0"),
         ({"value_dim": 16}, "one head size; config.model has key_dim=8, value_dim=16"),
         ({"pattern": MIXED.pattern}, "no layer like 'attention'"),
+        (
+            {"pattern": "mla", "mla_rotation_base": 10000.0},
+            "no config.model.mla_rotation_base=10000.0; only 0.0",
+        ),
+        ({"pattern": "mla", "mla_output_gate": True}, "no config.model.mla_output_gate=True"),
         ({"ffn": "experts", "shared_experts": 0}, "at least one shared expert"),
     ],
 )

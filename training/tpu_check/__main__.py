@@ -2,11 +2,11 @@
 
     python -m training.tpu_check                      on a TPU of 1 to 8 chips, under ten minutes
     python -m training.tpu_check --interpret          small sizes, interpreted on simulated devices
-    python -m training.tpu_check --compile v6e:2x2    compiles all programs for a TPU not here
+    python -m training.tpu_check --compile v6e:2x2    compiles all programs for an absent TPU
 
 Prints a Markdown table to paste into an issue; exit code 0 if every check passed, else 1. A run on
-a TPU writes the speeds that it measured to a file that `train.py --plan` reads. Ctrl-C ends with
-the table so far.
+a TPU writes the speeds that it measured to a file that `train.py --plan` reads. Ctrl-C
+prints the table so far and ends the run.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from training.tpu_check.site import NEEDED, Layout, Program, Site
 
 
 class Check(NamedTuple):
-    """programs: compiles, in every mode. judge: runs and compares. devices: least number needed."""
+    """programs: compiles, in every mode. judge: runs and compares. devices: the minimum needed."""
 
     name: str
     devices: int

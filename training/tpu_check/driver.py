@@ -21,7 +21,7 @@ from training.tpu_check.table import Row
 from training.tpu_check.worker import MARK
 
 PATIENCE = 5.0  # seconds from SIGTERM to SIGKILL
-EVERY = 20.0  # seconds between lines about a check that takes long
+EVERY = 20.0  # seconds between progress lines of a slow check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Driver:
                 found = Machine.from_json(worker.ask("", self._limits.start))
             if found.error:
                 raise Gone(found.error)
-        except BaseException:  # Ctrl-C too: the worker does not hear it
+        except BaseException:  # also on Ctrl-C, which the worker does not receive
             worker.close()
             raise
         self._worker, self.machine = worker, found

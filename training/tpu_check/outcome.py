@@ -22,7 +22,7 @@ GOOD = (Status.OK, Status.SKIPPED)
 class Outcome:
     """The result of a check: `detail` in one line, and figures by name for others to use.
 
-    speeds: measured fields of `training.estimate.factors.Factors`, by name, but for those of
+    speeds: measured fields of `training.estimate.factors.Factors`, by name, except those of
     kernels (speed.py).
     """
 

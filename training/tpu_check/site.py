@@ -2,7 +2,7 @@
 
 Three modes. DEVICE: the TPUs of this machine, full sizes. INTERPRET: simulated CPU devices, small
 sizes, Pallas kernels interpreted: unwritten memory is NaN and a race is an error. COMPILE: the full
-programs for a TPU topology that is not here; nothing runs.
+programs for an absent TPU topology; nothing runs.
 """
 
 import contextlib
@@ -154,7 +154,7 @@ class Site:
             raise RuntimeError("the interpreter found a race between devices")
 
     def seconds(self, program: Program) -> float:
-        """Seconds per call, for calls dispatched without waiting in between: minimum of five."""
+        """Seconds per call, dispatched without waiting in between: the minimum of five tries."""
         calls = 1 if self.small else 20
         times = []
         for _ in range(2 if self.small else 5):

@@ -64,7 +64,7 @@ def judge_product(site: Site, programs: list[Program]) -> Outcome:
 
 
 def hbm_programs(site: Site) -> list[Program]:
-    """Reads and writes a quarter of a gigabyte: twenty results fit beside each other."""
+    """Reads and writes a quarter of a gigabyte: twenty results fit in memory at once."""
     mesh = site.mesh(Layout.ONE)
     x = site.normal(mesh, (2**10 if site.small else 2**16, 1024), "float32", P())
     return [site.compile(lambda x: x + 1.0, x)]
@@ -133,7 +133,7 @@ def kernel_programs(packed: bool, site: Site) -> list[Program]:
 
 
 def judge_kernels(packed: bool, site: Site, programs: list[Program]) -> Outcome:
-    """How much longer a bundle of the kernels takes than one of XLA's; dense rows calibrate."""
+    """How much longer a bundle of the kernels takes than one of XLA's, measured on dense rows."""
     seconds = site.seconds(programs[0])
     if site.generation is None:
         return Outcome.of(True, f"{1e3 * seconds:.1f} ms; {INTERPRETED}")
@@ -204,7 +204,7 @@ def waiting_programs(site: Site) -> list[Program]:
 
 def judge_waiting(site: Site, programs: list[Program]) -> Outcome:
     """Seconds of one call on all ranks against the timeline's, with the kernels' speed measured on
-    one device. Each call is waited for, so that ranks cannot run ahead into the next one."""
+    one device. Each call is finished before the next begins, so that no rank can run ahead."""
     alone, ranks, dispatch = (site.latency(program) for program in programs)
     alone, ranks = alone - dispatch, ranks - dispatch
     if site.generation is None:

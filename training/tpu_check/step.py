@@ -59,7 +59,9 @@ def large_config(ranks: int, small: bool) -> ConfigDict:
     fraction of the time that larger ones take to compile."""
     config = checked_config(ranks, small)
     if small:
-        config.model.kda_implementation = "chunked"  # compiles fast; the values are another check's
+        config.model.kda_implementation = (
+            "chunked"  # compiles fast; another check covers the values
+        )
     else:
         config.model.update(
             vocab_size=8192, d_model=512, pattern="kda", num_repeats=4, d_ff=1408, kda_heads=4

@@ -21,7 +21,7 @@ from kernels.short_conv import cases as conv_cases
 from training.tpu_check.outcome import Outcome
 from training.tpu_check.site import Layout, Program, Site
 
-KERNELS = "mosaic_tpu"  # runs or raises: a check never falls back to another form
+KERNELS = "mosaic_tpu"  # used or an error: a check never falls back to another implementation
 REPEATS = 10  # calls whose results must be bit-identical, which a race between devices would break
 TOKENS, WHOLE = P(None, None, "context"), P()
 
@@ -119,7 +119,7 @@ def judge_kda(name: str, layout: Layout, site: Site, programs: list[Program]) ->
 
 
 def _repeated(site: Site, program: Program, passed: bool, text: str) -> Outcome:
-    """The outcome, FAILED if further calls give other bits."""
+    """The outcome; FAILED if further calls do not give bit-identical results."""
     if site.small:  # the interpreter detects races itself
         return Outcome.of(passed, text)
     first = jax.tree.map(np.asarray, site.run(program))

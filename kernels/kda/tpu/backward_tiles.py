@@ -36,6 +36,7 @@ from kernels.kda.tpu.pair_tiles import (
     SUBLANES,
     C,
     DecayFactors,
+    heads_dot,
     per_head_lanes,
     rows_of,
     stack_heads,
@@ -141,15 +142,13 @@ def pass_cotangents(units: Sequence[Unit]) -> tuple[list[Array], list[Array]]:
     is float32 here."""
     dtype = units[0].d_out.dtype
     turned = [transpose_tokens(u.w, u.a) for u in units]
-    rights = [stack_heads(u.d_state.astype(dtype)) for u in units]
     kg = [u.k * u.suffix for u in units]
     reads = [above(u.q * u.prefix, u.read) for u in units]
-    stored = [dot(g, r, "bb").astype(dtype) for g, r in zip(kg, rights)]
+    stored = [heads_dot(g, u.d_state.astype(dtype), "bb").astype(dtype) for g, u in zip(kg, units)]
     both = [above(stack_heads(u.d_out), stack_heads(x)) for u, x in zip(units, stored)]
     dr = [dot(aside(*t), x) for t, x in zip(turned, both)]
     grown = [
-        dot(turn_tokens(u.d_out, -x.astype(dtype)), stack_heads(r))
-        for u, x, r in zip(units, dr, reads)
+        heads_dot(turn_tokens(u.d_out, -x.astype(dtype)), r) for u, x, r in zip(units, dr, reads)
     ]
     return dr, [u.total * u.d_state + x for u, x in zip(units, grown)]
 
@@ -157,7 +156,7 @@ def pass_cotangents(units: Sequence[Unit]) -> tuple[list[Array], list[Array]]:
 def rebuild_v_new(units: Sequence[Unit]) -> list[Array]:
     """v_new = A' (v - (k exp g) S) of each unit, in the compute dtype."""
     dtype = units[0].d_out.dtype
-    reads = [dot(u.read, stack_heads(u.state), "bb") for u in units]
+    reads = [heads_dot(u.read, u.state, "bb") for u in units]
     rests = [(u.v.astype(F32) - r).astype(dtype) for u, r in zip(units, reads)]
     return [dot(u.a, stack_heads(r)).astype(dtype) for u, r in zip(units, rests)]
 
@@ -177,8 +176,8 @@ def local(unit: Unit, table: Array, straddle: Array) -> Generator[None, None, Gr
     both = above(u.d_out, -u.dr)
     between = dot(both, stack_heads(u.v_new), "bb")  # [(F | M) i, (head, j)]
     yield
-    reads = dot(both, stack_heads(u.state))
-    exits = dot(u.v_new, stack_heads(u.d_state))
+    reads = heads_dot(both, u.state)
+    exits = heads_dot(u.v_new, u.d_state)
     yield
     between = between.astype(dtype)
     turned = transpose_tokens(between[:C], between[C:])

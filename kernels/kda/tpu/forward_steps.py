@@ -37,7 +37,9 @@ def pass_chunk(plan: Plan, s: dict[str, Any], units: list[tiles.Local], slot, c:
     (if kept) and the next states."""
     pairs = range(len(units))
     values = [pair_of_heads(s["v"], slot, c, p) for p in pairs]
-    out, v_new, states = tiles.state_step(get_states(s, len(units)), units, values)
+    out, v_new, states = tiles.state_step(
+        get_states(s, len(units)), units, values, apart=plan.heads_apart
+    )
     put_states(plan, s, states)
     for p in pairs:
         put_heads(s["out"], slot, c, p, plan.problem.scale * out[p])
@@ -172,7 +174,7 @@ def pass_pieces(
         keep = [(tile.of_rows("piece", c, p, plan.values) == i).astype(jnp.float32) for p in pairs]
         values = [tile.heads("v", c, p) for p in pairs]
         states = get_states(s, plan.group)
-        out, v_new, states = tiles.state_step(states, units_of(i), values, keep)
+        out, v_new, states = tiles.state_step(states, units_of(i), values, keep, plan.heads_apart)
         put_states(plan, s, states)
         for p in pairs:
             _add_heads(s["out"], slot, c, p, plan.problem.scale * out[p], i)

@@ -26,6 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 from kernels.kda.gates import reciprocal_norm
 from kernels.kda.problem import CHUNK
@@ -94,6 +95,28 @@ def rows_of(x: Array, n: int, odd: int) -> Array:
     """The rows of x in odd (1) or even (0) blocks of n rows, n a multiple of 8."""
     starts = range(odd * n, x.shape[0], 2 * n)
     return jnp.concatenate([x[s : s + n] for s in starts], axis=0)
+
+
+def narrow_mxu() -> bool:
+    """Whether a matrix unit has 128 columns, so that half of a block-diagonal product is wasted.
+    True for v5e and v5p; the interpreter computes as v6e and v7x do."""
+    return pltpu.is_tpu_device() and pltpu.get_tpu_info().mxu_column_size == LANES
+
+
+def heads_dot(x: Array, y: Array, contract: str = "ab", apart: bool | None = None) -> Array:
+    """The products of two heads, [R, 2D] each, side by side; `contract` as in `dot`.
+
+    apart: one product per head, else one for both with a block-diagonal right operand. None: apart
+    on a narrow MXU.
+    """
+    if apart is None:
+        apart = narrow_mxu()
+    if not apart:
+        left = stack_rows(x) if contract == "aa" else x
+        return dot(left, stack_heads(y), contract)
+    d, e = x.shape[1] // 2, y.shape[1] // 2
+    found = [dot(x[:, i * d : (i + 1) * d], y[:, i * e : (i + 1) * e], contract) for i in (0, 1)]
+    return jnp.concatenate(found, axis=1)
 
 
 def per_head_lanes(first: Array, second: Array, width: int) -> Array:
@@ -427,40 +450,40 @@ def state_step(
     units: Sequence[Local],
     values: Sequence[Array],
     keep: Sequence[Array] | None = None,
+    apart: bool | None = None,
 ) -> tuple[list[Array], list[Array], list[Array]]:
     """One chunk from its entry state: (outputs before `scale` [C, 2V] float32, v_new [C, 2V],
     exits).
 
     States are transposed and two heads wide: [V, 2K] float32. keep [C, 2V] float32 of 0 and 1
-    selects tokens.
+    selects tokens. apart: see `heads_dot`.
 
     Outputs are not computed from v_new. If keys are similar, Aqk v_new is a difference of large
     sums, in which the rounding errors of Aqk, A and v_new would remain. W = Aqk A diag(beta) forms
     this difference before anything is rounded.
     """
     dtype = units[0].p.dtype
-    rights = [stack_heads(s.astype(dtype)) for s in states]
-    read = [dot(jnp.concatenate([u.p, u.qg], axis=0), s, "bb") for u, s in zip(units, rights)]
+    reads = [jnp.concatenate([u.p, u.qg], axis=0) for u in units]
+    read = [heads_dot(x, s.astype(dtype), "bb", apart) for x, s in zip(reads, states)]
     rhs = [(v.astype(jnp.float32) - r[:C]).astype(dtype) for v, r in zip(values, read)]
     lefts = [jnp.concatenate([u.a, u.w], axis=0) for u in units]
     new = [dot(x, stack_heads(r)) for x, r in zip(lefts, rhs)]
     v_new = [x[:C] for x in new]
     v_new = v_new if keep is None else _masked(v_new, keep)
     outs = [r[C:] + x[C:] for r, x in zip(read, new)]
-    grown = [_grown(n, u.kg) for u, n in zip(units, v_new)]
+    grown = [_grown(n, u.kg, apart) for u, n in zip(units, v_new)]
     exits = [u.total * s + g for u, s, g in zip(units, states, grown)]
     return outs if keep is None else _masked(outs, keep), [x.astype(dtype) for x in v_new], exits
 
 
-def _grown(v_new: Array, kg: Array) -> Array:
+def _grown(v_new: Array, kg: Array, apart: bool | None) -> Array:
     """What a chunk adds to the state [V, 2K], from float32 v_new. In bfloat16 v_new is split into
     two parts, because with slow decay its rounding errors would accumulate; the MXU has unused
     depth for them."""
-    kg = stack_heads(kg)
     if kg.dtype == jnp.float32:
-        return dot(stack_rows(v_new), kg, "aa")
-    parts = jnp.concatenate([stack_rows(x) for x in split(v_new, 2)], axis=0)
-    return dot(parts, jnp.concatenate([kg, kg], axis=0), "aa")
+        return heads_dot(v_new, kg, "aa", apart)
+    parts, twice = jnp.concatenate(split(v_new, 2), axis=0), jnp.concatenate([kg, kg], axis=0)
+    return heads_dot(parts, twice, "aa", apart)
 
 
 def _masked(xs: Sequence[Array], keep: Sequence[Array]) -> list[Array]:
@@ -468,6 +491,6 @@ def _masked(xs: Sequence[Array], keep: Sequence[Array]) -> list[Array]:
 
 
 def stack_rows(x: Array) -> Array:
-    """[C, 2D] -> [2C, D]: stacks the heads."""
+    """[R, 2D] -> [2R, D]: stacks the heads."""
     d = x.shape[1] // 2
     return jnp.concatenate([x[:, :d], x[:, d:]], axis=0)

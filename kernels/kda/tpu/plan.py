@@ -61,6 +61,12 @@ class Plan:
         return self.heads // (2 * self.pass_pairs) if self.pass_pairs else self.groups
 
     @property
+    def heads_apart(self) -> bool | None:
+        """See `pair_tiles.heads_dot`: in the pipelined pass, where products wait for each other and
+        the MXU has unused slots, one product per head has the result sooner."""
+        return True if self.pass_pairs else None
+
+    @property
     def totals(self) -> tuple[int, int]:
         """The total decays that a chunk and group of the pipelined pass have: (pieces, heads)."""
         return C if self.pieces else 1, 2 * self.pass_pairs
