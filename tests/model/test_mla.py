@@ -130,7 +130,7 @@ def to_ours(kind: str) -> dict:
 @pytest.mark.parametrize(
     "mesh_sizes",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"expert": 2, "context": 2, "tensor": 2},
         pytest.param({"context": 4, "tensor": 2}, marks=pytest.mark.slow),
         pytest.param({"expert": 2, "context": 4}, marks=pytest.mark.slow),
