@@ -77,8 +77,8 @@ class ParamSpec:
         """How it is divided at rest: a matrix over `AT_REST`, too.
 
         Along one axis if one is divisible by all of them, trying the residual width first;
-        otherwise along an axis each. It is whole over a mesh axis that divides none. Small
-        parameters stay whole.
+        otherwise each mesh axis divides another axis. A mesh axis that divides none leaves it
+        whole. Small parameters stay whole.
         """
         if not self.is_matrix:
             return self.use_partition

@@ -108,9 +108,8 @@ def compiled(cfg: ModelConfig, **mesh_sizes: int):
     mesh = make_mesh(**mesh_sizes)
 
     def loss(params, carry, batch, z_weight, carry_weight):
-        hidden, end, _ = forward(
-            params, cfg, batch["tokens"], batch["segment_ids"], batch["continues"], carry, mesh
-        )
+        arrays = batch["tokens"], batch["segment_ids"], batch["continues"], carry
+        hidden, end, _ = forward(params, cfg, *arrays, mesh, batch.get("positions"))
         sums = loss_sums(params, cfg, hidden, batch["targets"], batch["loss_weights"], mesh)
         value = (sums.nll + z_weight * sums.z) / jnp.maximum(jnp.sum(batch["loss_weights"]), 1.0)
         value += carry_weight * sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(end))

@@ -21,7 +21,7 @@ from training.state import TrainState
 from training.step import NO_DATA, Metrics, Votes
 
 _POLL_SECONDS = 0.5
-PATIENCE_SECONDS = 8.0  # of a process that was asked to stop, for the other processes
+PATIENCE_SECONDS = 8.0  # how long a process that was asked to stop waits for the others
 
 
 class Saver(Protocol):
@@ -81,7 +81,7 @@ class TrainLoop:
 
     Attributes:
         ready: waits up to the given seconds for the next batch; whether it, or the end, is there.
-        error_ahead: see `Loader.error_ahead`; asked where there are several processes.
+        error_ahead: see `Loader.error_ahead`; called only if there are several processes.
         more: whether `batches` has another one. progress: values to log of what was read.
         evaluate: see `Evaluator.__call__`. evaluate_first: also before the first step.
     """
@@ -120,7 +120,7 @@ class TrainLoop:
         try:
             return self._run()
         except DataError:
-            # Where the others do not know of it they are in the next step, and cannot save.
+            # If the others do not know of it, they are already in the next step and cannot save.
             if self._newest and (self._all_know or jax.process_count() == 1):
                 self._report(self._newest, {})
                 self._save(self._newest.step)
@@ -187,7 +187,7 @@ class TrainLoop:
         return error if isinstance(error, DataError) else None
 
     def _end_without_data(self, agreed: int) -> None:
-        """Raises DataError, in all processes, where one of them will have no further batch."""
+        """Raises DataError, in all processes, if one of them will have no further batch."""
         if agreed >= NO_DATA:
             self._all_know = True
             raise self._data_error or DataError(
@@ -200,15 +200,15 @@ class TrainLoop:
         return jax.process_count() == 1 and self.signals.stop is not None
 
     def _next_batch(self) -> tuple[Batch | None, float]:
-        """The next batch, or None at the data's end or where a signal ends the wait, and the
-        seconds waited for it."""
+        """The next batch and the seconds waited for it; None instead of a batch at the end of the
+        data, or if a signal ends the wait."""
         began = time.perf_counter()
         with self.goodput.during("data"):
             batch = next(self.batches, None) if self._data_ready() else None
         return batch, time.perf_counter() - began
 
     def _data_ready(self) -> bool:
-        """Waits for the next batch or the data's end; False where a signal ended the wait."""
+        """Waits for the next batch or the end of the data; False if a signal ended the wait."""
         if self.ready(0.0):
             return True
         # Several processes cannot agree to save here, since the others may be in the next step.
@@ -236,7 +236,7 @@ class TrainLoop:
         return in_flight.numbers
 
     def _waiting_for_step(self) -> contextlib.AbstractContextManager[None]:
-        """One process's steps end by themselves; those of several may wait for a stuck process."""
+        """A single process's step always ends; one of several may wait for a stuck process."""
         if jax.process_count() == 1:
             return contextlib.nullcontext()
         return self.signals.waiting(
@@ -244,7 +244,7 @@ class TrainLoop:
         )
 
     def _end_profile(self, in_flight: InFlightStep) -> None:
-        """Ends a trace whose last step this is; the time that takes counts for no step."""
+        """Ends a trace after its last step; the time this takes is not counted as a step's."""
         if self.profiler.ends_with(in_flight.step):
             self._wait(in_flight)
             self.profiler.stop()
@@ -281,14 +281,14 @@ class TrainLoop:
             in_flight.reported = True
 
     def _report_first(self) -> None:
-        """Evaluates what training starts from, and writes the values as those of that step."""
+        """Evaluates the parameters that training starts from; the values are those of that step."""
         values = self._evaluate(self.start, 0)
         with self.signals.waiting("while reports were being written", PATIENCE_SECONDS):
             self.writers.write(self.start, values | self.goodput.metrics())
 
     def _evaluate(self, step: int, stops: int) -> dict[str, float]:
-        # SIGKILL may follow SIGTERM, so save before evaluating, at the price that this step has no
-        # score to be kept as the best by.
+        # SIGKILL may follow SIGTERM, so save before evaluating. The price: this step is saved
+        # without a score, so it cannot be kept as the best.
         if stops:
             self._save(step)
         try:
@@ -300,7 +300,7 @@ class TrainLoop:
     def _save_if_stopping(self, step: int) -> None:
         if self._stops_alone():
             self._save(step)
-            self.saver.finish()  # where the evaluation waits for documents the process may end
+            self.saver.finish()  # the process may be killed while the evaluation waits
 
     def _save(self, step: int, score: float | None = None) -> None:
         with self.goodput.during("checkpoint"):

@@ -32,7 +32,7 @@ Metadata = dict[str, Any]  # JSON, saved with each checkpoint: see `metadata`
 
 @dataclasses.dataclass(frozen=True)
 class LoadedParams:
-    """Parameters of a checkpoint on a mesh, and what they are parameters of."""
+    """Parameters of a checkpoint on a mesh, with their model and metadata."""
 
     params: Any
     model: ModelConfig
@@ -42,7 +42,7 @@ class LoadedParams:
 
 
 def metadata(parts: Parts) -> Metadata:
-    """What a checkpoint keeps beside the arrays; all processes call this together."""
+    """The metadata saved with a checkpoint's arrays; all processes call this together."""
     return {
         "config": parts.config.to_dict(),
         "vocab_size": parts.model.vocab_size,
@@ -152,7 +152,7 @@ class StoredParams:
 
 
 def stored_params(folder: str, mesh: Mesh, log: Log = print) -> StoredParams:
-    """As `load_params`, but only the smallest parameter is read yet."""
+    """Like `load_params`, but reads only the smallest parameter."""
     shapes: dict[str, jax.ShapeDtypeStruct] = {}
     models: list[ModelConfig] = []
 

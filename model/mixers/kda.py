@@ -2,7 +2,7 @@
 
 x -> q, k, v projections -> causal depthwise convolution and SiLU -> KDA with l2-normalised q and k,
 a decay gate and a sigmoid beta -> RMS norm of each head, gated by a sigmoid -> output projection.
-No biases. Options: gates of full instead of low rank, several value heads to a head of q and k,
+No biases. Options: gates of full instead of low rank, several value heads per head of q and k,
 beta up to 2.
 
 jit shards the projections; convolution, KDA and the gated norm run in one `jax.shard_map`, with
@@ -265,7 +265,7 @@ def _mix_local(cfg, axis_name, params, streams, decay, beta, segments, begin, en
     Returns (out [b, t, h * V], the rank's contribution to the ends, entry).
     """
     implementation = None if cfg.kda_implementation == "auto" else cfg.kda_implementation
-    shared = cfg.value_heads // cfg.kda_heads  # value heads to a head of q and k
+    shared = cfg.value_heads // cfg.kda_heads  # value heads per head of q and k
     streams, tails, halo = short_conv_on_rank(
         streams,
         {name: params[name + "_conv"] for name in STREAMS},

@@ -4,10 +4,12 @@ x -> queries; x -> a latent, normed and expanded to each head's keys and values,
 of the keys that all heads share -> attention (model/mixers/attention.py) -> optional gate -> output
 projection.
 
-With cfg.mla_rotation_base, the shared part of the keys and the channels of the queries that meet it
-("rope") are rotated by the token's position in its document. Kimi Linear has no rotation. Scores
-depend only on differences of positions, so carried keys keep the rotation that they have. Angles
-are float32: their error is about 6e-8 of the position, 0.06 radians after a million tokens.
+With cfg.mla_output_gate, each head's result is multiplied by one sigmoid per token, as in
+transformers' `bailing_hybrid`. With cfg.mla_rotation_base, the shared part of the keys and the
+channels of the queries that meet it ("rope") are rotated by the token's position in its document.
+Kimi Linear has no rotation. Scores depend only on differences of positions, so carried keys keep
+the rotation that they have. Angles are float32: their error is about 6e-8 of the position, 0.06
+radians after a million tokens.
 
 The attention implementation has a single head size, so values are padded with zeros to that of the
 keys. At Kimi Linear's sizes (192 and 128), products with values, and carried values, cost 1.5 times
@@ -43,7 +45,7 @@ def param_specs(cfg: ModelConfig) -> Specs:
         "output": matrix((values, width), ("heads", "width"), cfg.residual_std),
     }
     if cfg.mla_output_gate:
-        specs["output_gate"] = matrix((width, values), ("width", "heads"), std)
+        specs["output_gate"] = matrix((width, heads), ("width", "heads"), std)
     return specs
 
 
@@ -91,10 +93,10 @@ def forward(
     streams = queries, *_keys_and_values(params, cfg, x, plan.positions, mesh)
     mixed, ends = attend(streams, _key_size(cfg), cfg, plan, carry, mesh)
     heads = mixed.reshape(*x.shape[:2], cfg.mla_heads, _key_size(cfg))[..., : cfg.mla_value_dim]
-    read = heads.reshape(*x.shape[:2], -1)
     if cfg.mla_output_gate:
-        read = read * jax.nn.sigmoid(matmul(x, params["output_gate"]))
-    return matmul(read, params["output"]), ends, {}, {}
+        gate = jax.nn.sigmoid(matmul(x, params["output_gate"], out_dtype=jnp.float32))
+        heads = heads * gate[..., None].astype(heads.dtype)
+    return matmul(heads.reshape(*x.shape[:2], -1), params["output"]), ends, {}, {}
 
 
 def new_carry(cfg: ModelConfig, plan: RowPlan, carry: Arrays, ends: Arrays) -> Arrays:

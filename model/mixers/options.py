@@ -164,7 +164,7 @@ class MlaOptions:
     )
     mla_output_gate: bool = option(
         False,
-        "Multiply the values that each head reads by the sigmoid of a projection of the layer's "
-        "input.",
+        "Multiply each head's result by a sigmoid, computed for each head and token from the "
+        "layer's input.",
         on_resume="model",
     )

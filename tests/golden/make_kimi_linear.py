@@ -23,6 +23,7 @@ def in_float64(module: types.ModuleType) -> types.ModuleType:
     """A copy of the module's code in which every float32 is a float64."""
     source = pathlib.Path(module.__file__).read_text()
     source = source.replace("torch.float32", "torch.float64").replace(".float()", ".double()")
+    source = source.replace("torch.float)", "torch.float64)")
     lifted = types.ModuleType(module.__name__)
     lifted.__package__ = module.__package__
     lifted.__file__ = module.__file__

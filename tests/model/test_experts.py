@@ -135,13 +135,10 @@ def test_values_gradients_and_counts_are_those_of_a_loop_over_tokens(mesh_sizes,
     assert found["metrics"]["dropped_tokens"].sum() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh_sizes",
-    [
-        MESHES[1],
-        pytest.param({"fsdp": 2, "expert": 2}, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "context": 4}, marks=pytest.mark.slow),
-    ],
+    [MESHES[1], {"fsdp": 2, "expert": 2}, {"data": 2, "context": 4}],
     ids=str,
 )
 def test_a_model_has_the_same_loss_and_gradients_on_every_mesh(mesh_sizes):

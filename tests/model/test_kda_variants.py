@@ -111,9 +111,7 @@ def found(cfg: ModelConfig, **mesh_sizes: int):
 @pytest.mark.parametrize(
     ("cfg", "mesh_sizes"),
     [
-        (GROUPED, {}),
-        (FULL_RANK, {}),
-        (REVERSING, {}),
+        *(pytest.param(x, {}, marks=pytest.mark.slow) for x in (GROUPED, FULL_RANK, REVERSING)),
         (ALL, {"context": 2, "tensor": 2}),
     ],
     ids=["grouped", "full rank", "reversing", "all"],

@@ -26,6 +26,7 @@ from model.layer_loop import run_layers, run_layers_recomputed
 from model.loss import loss_sums
 from model.params import block_specs, param_shardings
 from options import OptionError
+from tests.compiling import fast_jit
 from tests.model_cases import KDA, make_batch, make_mesh, make_params, row
 
 RANKS = 4
@@ -58,7 +59,7 @@ def program() -> str:
         return sums.nll, carry
 
     params = jax.device_put(make_params(KDA), param_shardings(KDA, mesh))
-    gradient = jax.jit(jax.grad(loss, has_aux=True))
+    gradient = fast_jit(jax.grad(loss, has_aux=True))
     return gradient.lower(params, init_carry(KDA, 1)).compile().as_text()
 
 
@@ -123,6 +124,7 @@ def test_what_is_kept_on_the_host_comes_back(scan):
         np.testing.assert_allclose(offloaded, expected, rtol=1e-5, atol=1e-6 * largest)
 
 
+@pytest.mark.slow
 def test_a_tpu_copies_what_is_kept_while_it_computes():
     """Compiled for a v6e chip: the stacks are in the host's memory, and products run between the
     start and the end of the copies, in the forward and in the backward."""

@@ -174,14 +174,16 @@ def test_evaluation_data_that_fail_in_one_process_end_both(tmp_path):
 def test_one_of_two_killed_while_they_save_nothing_is_lost(tmp_path):
     """Ten kills of either process, nearly always during a save, since each step is saved."""
     arguments = ["--config.train.steps=60", "--config.checkpoint.every=1", "--config.eval.every=0"]
+    arguments += ["--config.log.every=1"]
     for run in start(tmp_path / "whole", *arguments):
         run.end(0)
     chance = random.Random(2)
     for victim in [0, 1] * 5:
         both = start(tmp_path / "killed", *arguments)
-        both[0].until("step ")
-        time.sleep(chance.uniform(0.0, 0.5))
+        both[0].until("  loss ")  # of this start's first step
+        time.sleep(chance.uniform(0.0, 0.3))
         kill(both, victim)
+    assert steps_on_disk(tmp_path / "killed")[-1] >= 5, "starts continue from saves"
     for run in start(tmp_path / "killed", *arguments):
         run.end(0)
     assert learning(tmp_path / "killed") == learning(tmp_path / "whole")

@@ -1,5 +1,6 @@
 """Topologies, settings that fit, FLOPs, and plans made by the real compiler in another process."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -14,9 +15,9 @@ import pytest
 from configs import kda_cp4, smoke
 from errors import UserError
 from tests.trainer import ROOT, SMOKE, environment
+from training.estimate import command, plan, report, suggest
 from training.estimate import compile as compiling
-from training.estimate import report, suggest
-from training.estimate.compile import TooLarge, abstract_step, vocabulary_of
+from training.estimate.compile import TooLarge, abstract_step, compile_here, vocabulary_of
 from training.estimate.flops import program_flops
 from training.estimate.plan import compiled_bytes, make_plan
 from training.estimate.topology import GENERATIONS, Topology
@@ -97,20 +98,20 @@ def test_the_childs_error_is_reported(monkeypatch, tmp_path, text, kind, says):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_plan_and_its_compiler_at_once(number):
     arguments = ["--config", SMOKE, "--plan", "v6e:1x1"]
-    plan = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "train.py", *arguments],
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        while not (compilers := psutil.Process(plan.pid).children()):
-            assert plan.poll() is None, plan.communicate()
+        while not (compilers := psutil.Process(process.pid).children()):
+            assert process.poll() is None, process.communicate()
             time.sleep(0.05)
         time.sleep(2.0)  # it imports JAX
-        plan.send_signal(number)
-        out, err = plan.communicate(timeout=60)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
     finally:
-        plan.kill()
-    assert (plan.returncode, out) == (0, ""), err
+        process.kill()
+    assert (process.returncode, out) == (0, ""), err
     assert f"stopped by {number.name}" in err.splitlines()[-1], err
     assert not psutil.wait_procs(compilers, timeout=60)[1]
 
@@ -152,6 +153,29 @@ def test_the_vocabulary_needs_a_tokenizer_or_a_size():
     assert vocabulary_of(config) == 1000
 
 
+def test_the_command_prints_and_writes_the_plan_of_its_config(monkeypatch, tmp_path, capsys):
+    """The smallest config, compiled in this process for a CPU device; sizes counted by hand."""
+    config = smoke.get_config()
+    config.model.update(pattern="attention", num_repeats=1, d_model=16, d_ff=24, vocab_size=256)
+    config.model.update(attention_heads=2, attention_kv_heads=1, attention_head_dim=8)
+    config.data.sequence_length = 16
+    monkeypatch.setattr(compiling, "find_devices", lambda *_: jax.devices())
+    monkeypatch.setattr(plan, "compile_step", compile_here)
+    assert command.run(config, "v6e:1x1", str(tmp_path / "plan.json"), "none") == 0
+    text, found = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
+    # Two tables; per layer q and output, k and v, three of the FFN, two norms; the last norm.
+    matrices = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24
+    parameters = 2 * 256 * 16 + matrices + 3 * 16
+    assert found["facts"]["parameters"] == parameters
+    assert found["memory"]["parameters"] == found["memory"]["gradients"] == 4 * parameters
+    assert 8 * parameters <= found["memory"]["moments"] <= 8 * parameters + 64
+    assert found["facts"]["needed"] >= 12 * parameters
+    assert found["fits"] and "fits with" in text
+    assert found["tokens_a_step"] == 2 * 16 and "a step takes 2 rows x 16 tokens" in text
+    assert found["facts"]["model_flops"] >= 6 * 32 * (matrices + 256 * 16)
+    assert found["time"]["total"] > 0 and found["collectives"] == []
+
+
 @pytest.mark.slow
 def test_memory_is_that_of_a_run():
     """Compiled in another process from the config alone, and here as a run compiles it."""
@@ -163,16 +187,16 @@ def test_memory_is_that_of_a_run():
 
 @pytest.mark.slow
 def test_a_plan_of_the_main_config():
-    plan = make_plan(kda_cp4.get_config(), Topology.parse("v6e:2x2"))
-    assert plan.fits and plan.devices == 4
-    assert set(plan.kernel_bundles) >= {"kda_forward", "kda_backward", "short_conv_forward"}
-    parts = plan.memory
-    assert parts.parameters in (4 * plan.facts.parameters, plan.facts.parameters)
-    assert 0 < plan.time.waiting < plan.time.total
-    assert any(c.axes == ("context",) for c in plan.collectives)
+    found = make_plan(kda_cp4.get_config(), Topology.parse("v6e:2x2"))
+    assert found.fits and found.devices == 4
+    assert set(found.kernel_bundles) >= {"kda_forward", "kda_backward", "short_conv_forward"}
+    parts = found.memory
+    assert parts.parameters in (4 * found.facts.parameters, found.facts.parameters)
+    assert 0 < found.time.waiting < found.time.total
+    assert any(c.axes == ("context",) for c in found.collectives)
     # Recomputation of layers: more than the model's FLOPs, less than twice as many.
-    assert 1 < plan.facts.hardware_flops / plan.facts.model_flops < 2
-    assert "fits" in report.as_text(plan) and '"fits": true' in report.as_json(plan)
+    assert 1 < found.facts.hardware_flops / found.facts.model_flops < 2
+    assert "fits" in report.as_text(found) and '"fits": true' in report.as_json(found)
 
 
 def test_generations_are_consistent():
