@@ -1,11 +1,12 @@
 """How long context ranks wait for each other in a compiled training step, for P = 2 to 256.
 
-    python -m benchmarks.cp_timeline                        the table, half an hour on two cores
+    python -m benchmarks.cp_timeline                        the table, an hour on two cores
     python -m benchmarks.cp_timeline --heads 16 --tokens 2048 --pattern kda
-    python -m benchmarks.cp_timeline --topology v6e:2x2
+    python -m benchmarks.cp_timeline --generation v6e
 
-Each row of the table is a decoder of 24 layers and heads of 128, compiled with one row per step for
-a context axis of 4, with `heads` heads and `tokens` tokens per rank. The timeline
+Each row of the table is a decoder of 24 layers and heads of 128, compiled with one row per step,
+with `heads` heads and `tokens` tokens per rank, for context axes of 4, 16 and 64: the ranks decide
+how far ahead matrices are gathered (model/ahead.py). The timeline
 (training/estimate/timeline.py) runs the compiled program's instructions on P ranks: bundles and
 loops of the kernels, and the collectives over context where the compiler scheduled them, each with
 its start and end. A figure is the efficiency of a step: a rank's own work divided by the time until
@@ -17,9 +18,11 @@ Assumptions, and what would confirm each on hardware:
     a bundle takes the same time on every rank          step times of a profile, rank by rank
     a kernel's bundle takes 1.85 times an XLA one's     bundles against time, one call at P = 1
     messages take bytes / link bandwidth and 1 us       one call at P = 2 and 4 against P = 1
-    a permute waits only for the sending neighbour      a profile with one rank slowed down
-    a collective ends when all ranks have started it    the same
-    P ranks run the program compiled for 4              compilation for P (memory, not the order)
+    a permute waits for two neighbours, see timeline    a profile with one rank slowed down
+    a collective ends when all ranks have begun it, and the same; the compiled programs hold no wait
+      its start waits for none (SparseCores)            at the start
+    2, 4 and 8 ranks run the program compiled for 4,    compilation for P (memory, not the order)
+      256 that for 64
 """
 
 import argparse
@@ -27,6 +30,7 @@ import collections
 import dataclasses
 import pathlib
 import tempfile
+from collections.abc import Mapping, Sequence
 
 from benchmarks.step_tpu import large_config
 from training.estimate import bundles, hlo
@@ -46,7 +50,12 @@ from training.estimate.timeline import (
 from training.estimate.topology import Topology
 
 RANKS = (2, 4, 8, 16, 64, 256)
-COMPILED_RANKS = 4
+# Programs by the ranks that they are compiled for: which columns they fill, and whole slices.
+COLUMNS = {4: (2, 4, 8), 16: (16,), 64: (64, 256)}
+SLICES = {
+    "tpu7x": {4: "2x1x1", 16: "2x2x2", 64: "4x4x2"},
+    "v6e": {4: "2x2", 16: "4x4", 64: "8x8"},
+}
 PURE, HYBRID = "kda", "kda,kda,kda,attention"
 TABLE = [
     (16, 512, PURE),
@@ -62,12 +71,13 @@ TABLE = [
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One compiled step: heads and tokens per rank, and the pattern of 24 layers."""
+    """A step: heads and tokens on a rank, the pattern of its layers, and the TPU generation."""
 
     heads: int
     tokens: int
     pattern: str
-    topology: str
+    layers: int
+    generation: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +89,11 @@ class Program:
     events: tuple[Event, ...]
 
 
-def compiled(case: Case, layers: int) -> Program:
+def compiled(case: Case, ranks: int) -> Program:
     """Compiles the case's step in a child process and reads its program."""
-    topology = Topology.parse(case.topology)
-    config = large_config(case.tokens * COMPILED_RANKS, case.heads * 128, layers, case.pattern)
+    topology = Topology.parse(f"{case.generation}:{SLICES[case.generation][ranks]}")
+    config = large_config(case.tokens * ranks, case.heads * 128, case.layers, case.pattern)
+    config.mesh.context = ranks
     with tempfile.TemporaryDirectory(prefix="cp_timeline_") as folder:
         compile_step(config, topology.name, folder)
         module = hlo.parse(pathlib.Path(folder, HLO).read_text())
@@ -114,9 +125,13 @@ def relays_of(events: tuple[Event, ...]) -> list[Relay]:
     return found
 
 
-def row(events: tuple[Event, ...]) -> str:
-    """Efficiencies for all numbers of ranks."""
-    return "".join(f"{simulate(events, ranks).efficiency:8.2f}" for ranks in RANKS)
+def row(events: Mapping[int, tuple[Event, ...]]) -> str:
+    """Efficiencies for the ranks whose column a program fills; events by compiled ranks."""
+    figures = ""
+    for ranks in RANKS:
+        column = next((e for n, e in events.items() if ranks in COLUMNS[n]), None)
+        figures += " " * 7 + "-" if column is None else f"{simulate(column, ranks).efficiency:8.3f}"
+    return figures
 
 
 def synchronisations(program: Program) -> list[str]:
@@ -132,15 +147,17 @@ def synchronisations(program: Program) -> list[str]:
     return lines
 
 
-def show(case: Case, layers: int) -> None:
-    program = compiled(case, layers)
+def show(case: Case, sizes: Sequence[int]) -> None:
+    programs = {ranks: compiled(case, ranks) for ranks in sizes}
+    events = {ranks: program.events for ranks, program in programs.items()}
     name = f"{case.heads} heads, {case.tokens} tokens, {case.pattern}"
-    print(f"{name:44s} step{row(program.events)}")
-    print(f"{'':44s} skew{row(instantaneous(program.events))}")
-    print(f"{'':44s} call{row(one_call(program.events))}")
-    for line, times in collections.Counter(synchronisations(program)).items():
-        print(f"    in a layer: {times} x {line}")
-    for relay in one_call(program.events):
+    print(f"{name:44s} step{row(events)}")
+    print(f"{'':44s} skew{row({n: instantaneous(e) for n, e in events.items()})}")
+    print(f"{'':44s} call{row({n: one_call(e) for n, e in events.items()})}")
+    for ranks, program in programs.items():
+        for line, times in collections.Counter(synchronisations(program)).items():
+            print(f"    in a repeat, {ranks} ranks: {times} x {line}")
+    for relay in one_call(events[sizes[0]]):
         direction = "backward" if relay.backward else "forward"
         parts = (relay.before, relay.slot, relay.after, relay.tail)
         before, slot, after, tail = (f"{1e6 * part:.1f}" for part in parts)
@@ -155,17 +172,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--topology", default="tpu7x:2x2x1")
+    parser.add_argument("--generation", default="tpu7x", choices=SLICES)
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(COLUMNS), choices=COLUMNS)
     parser.add_argument("--heads", type=int, help="per rank; prints one row instead of the table")
     parser.add_argument("--tokens", type=int, default=2048, help="per rank (default 2048)")
     parser.add_argument("--pattern", default=PURE)
     parser.add_argument("--layers", type=int, default=24)
     args = parser.parse_args()
     table = [(args.heads, args.tokens, args.pattern)] if args.heads else TABLE
-    print(f"{args.layers} layers, {args.topology}; efficiency for P =".ljust(49), end="")
+    print(f"{args.layers} layers, {args.generation}; efficiency for P =".ljust(49), end="")
     print("".join(f"{ranks:8d}" for ranks in RANKS))
     for heads, tokens, pattern in table:
-        show(Case(heads, tokens, pattern, args.topology), args.layers)
+        show(Case(heads, tokens, pattern, args.layers, args.generation), args.ranks)
 
 
 if __name__ == "__main__":

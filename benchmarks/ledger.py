@@ -29,7 +29,8 @@ STEPS, LATE_STEPS = 1500, 150
 # Rows of a document: documents that are read.
 DOCUMENTS = {8: 16, 32: 4, 128: 4}
 STREAMS = 4
-# Rows between a write and its question: at least so many.
+# Rows between a write and its question: at least so many. A question whose value is in its own row
+# already, written or in an earlier answer, is of the first kind: no state has to bring it there.
 DISTANCES = {"same row": 0, "1-2 rows": 1, "3-8 rows": 3, "9+ rows": 9}
 
 
@@ -217,16 +218,22 @@ def by_distance(tokens: np.ndarray, correct: np.ndarray) -> dict[str, list[int]]
 
 
 def answers(document: np.ndarray) -> Iterator[tuple[int, int]]:
-    """(place of the token before the answer, rows since its key was last written)."""
+    """(place of the token before the answer, rows since its key was last written).
+
+    The rows are 0 where an earlier answer in the row of the question has the value, too.
+    """
     text = "".join(chr(token) for token in document)  # begin and end are other characters
     written: dict[str, int] = {}  # the row of a key's newest write
+    seen: dict[str, int] = {}  # the row that last had its value
     for event in re.finditer(r"\?(.):.|(.)=.", text):
-        asked, told = event[1], event[2]
-        if told:
-            written[told] = event.start() // ROW
+        place = event.end() - 2
+        if written_now := event[2]:
+            written[written_now] = seen[written_now] = event.start() // ROW
         else:
-            place = event.end() - 2
-            yield place, place // ROW - written[asked]
+            here, asked = place // ROW, event[1]
+            yield place, 0 if seen[asked] == here else here - written[asked]
+            # An answer whose question begins in the row before is of little use in this one.
+            seen[asked] = event.start() // ROW
 
 
 def row_bytes(phase: Phase, workdir: str) -> int:

@@ -11,7 +11,7 @@ from html import escape
 from benchmarks.ledger import ARMS, DISTANCES, DOCUMENTS, ROOT, read_results
 
 WIDTH, HEIGHT, GAP, TOP, LEFT = 230, 200, 40, 30, 40
-COLOURS = ("#888888", "#d62728", "#e8a33d", "#2ca02c", "#1f77b4", "#9467bd")
+COLOURS = ("#888888", "#bbbbbb", "#d62728", "#e8a33d", "#2ca02c", "#1f77b4", "#9467bd")
 Series = tuple[str, bool]  # arm, and whether its state is carried from row to row
 
 
@@ -60,7 +60,7 @@ def panel(records: list[dict], series: list[Series], rows: int) -> str:
     for number, name in enumerate(DISTANCES):
         x = _x(number)
         parts.append(f'<text x="{x}" y="{HEIGHT + 16}" text-anchor="middle">{name}</text>')
-    for colour, (arm, carried) in zip(COLOURS, series):
+    for colour, (arm, carried) in zip(COLOURS[: len(series)], series, strict=True):
         same = [r for r in records if (r["arm"], r["carried"]) == (arm, carried)]
         points = [
             (_x(number), HEIGHT * (1 - share))

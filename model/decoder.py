@@ -15,23 +15,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels.segments import plan_segments
+from model.ahead import Ahead
 from model.axes import CONTEXT, EXPERT, FSDP, TENSOR, TOKEN_SPEC, Arrays, Specs, Tree
 from model.config import ModelConfig
 from model.ffn.protocol import FeedForward
 from model.ffn.registry import feed_forwards_of
+from model.gathered import finish_with
 from model.layer_loop import Layer, run_layers, run_layers_recomputed
 from model.layers import constrain, rms_norm, rms_norm_by_copies
 from model.mixers.protocol import Metrics, Mixer, RowPlan
 from model.mixers.registry import mixers_of, reads_positions
 from model.params import block_specs, copies, param_specs, spread_params, use_matrices
 
-_RUN: dict[str, Callable[..., tuple[jax.Array, tuple[Tree, Tree]]]] = {
-    # by the names of model/remat.py
-    "none": run_layers,
-    "dots": run_layers,
-    "full": run_layers_recomputed,
-    "offload": functools.partial(run_layers_recomputed, to_host=True),
-}
 _TOKEN_AXIS = {FSDP: 0, EXPERT: 0, CONTEXT: 1}  # which axis of [B, T] a mesh axis cuts
 
 
@@ -185,7 +180,7 @@ def _run_blocks(
         lambda x, spec: x if _is_divided(spec) else copies(x, (CONTEXT,), spec, mesh), carry, kept
     )
     params = tuple(spread_params(*pair, mesh) for pair in zip(params, specs, strict=True))
-    hidden, ends, metrics = _run_groups(layers, cfg, params, hidden, begins, plan)
+    hidden, ends, metrics = _run_groups(layers, cfg, params, hidden, begins, plan, mesh)
     ends = jax.tree.map(
         lambda x, spec: x if _is_divided(spec) else jnp.sum(x, axis=1, dtype=x.dtype), ends, kept
     )
@@ -198,18 +193,33 @@ def _run_blocks(
 
 
 def _run_groups(
-    layers: list[Layer], cfg: ModelConfig, params: Tree, hidden: jax.Array, carry: Tree, plan: Any
+    layers: list[Layer],
+    cfg: ModelConfig,
+    params: Tree,
+    hidden: jax.Array,
+    carry: Tree,
+    plan: Any,
+    mesh: Mesh,
 ) -> tuple[jax.Array, tuple[Tree, ...], tuple[Metrics, ...]]:
     """(hidden, ends, metrics) after prefix, pattern and suffix; the latter two over positions."""
-    run = _RUN[cfg.remat]
+    specs = block_specs(cfg)
     all_ends: tuple[Tree, ...] = ()
     all_metrics: tuple[Metrics, ...] = ()
     for group in cfg.groups:
         part = group.positions
         scan = cfg.scan_layers and (group.repeats > 1 or len(cfg.groups) == 1)
+        run = _loop_of(cfg.remat, Ahead(specs[part], cfg, mesh, group.repeats))
         hidden, (ends, metrics) = run(layers[part], params[part], hidden, carry[part], plan, scan)
         all_ends, all_metrics = all_ends + ends, all_metrics + metrics
     return hidden, all_ends, all_metrics
+
+
+def _loop_of(remat: str, ahead: Ahead) -> Callable[..., tuple[jax.Array, tuple[Tree, Tree]]]:
+    """The loop over layers for a policy of model/remat.py. "none" and "dots" leave the gradient to
+    JAX, so their matrices are gathered where they are used."""
+    if remat in ("none", "dots"):
+        return run_layers
+    return functools.partial(run_layers_recomputed, ahead, to_host=remat == "offload")
 
 
 def _is_divided(spec: PartitionSpec) -> bool:
@@ -224,9 +234,9 @@ def _layer(cfg: ModelConfig, mixer: Mixer, ffn: FeedForward, specs: Specs, mesh:
         params = use_matrices(params, specs, cfg, mesh)
         x = rms_norm_by_copies(hidden, params["mixer_norm"], cfg.norm_eps, mesh)
         x, ends, entry, metrics = mixer.forward(params["mixer"], cfg, x, plan, carry, entry, mesh)
-        hidden = hidden + x
+        ffn_params, hidden = finish_with(params["ffn"], hidden + x)
         x = rms_norm_by_copies(hidden, params["ffn_norm"], cfg.norm_eps, mesh)
-        x, reported = ffn.forward(params["ffn"], cfg, x, plan, mesh)
+        x, reported = ffn.forward(ffn_params, cfg, x, plan, mesh)
         return constrain(hidden + x, mesh, TOKEN_SPEC), ends, entry, metrics | reported
 
     return layer

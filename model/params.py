@@ -9,11 +9,13 @@ import dataclasses
 import functools
 import math
 import zlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from model import gathered
 from model.axes import TOKENS, Arrays, ParamSpec, Specs, Tree, gain, matrix
 from model.config import ModelConfig
 from model.ffn.registry import feed_forwards_of
@@ -79,10 +81,15 @@ def use_params(params: Tree, specs: Tree, cfg: ModelConfig, mesh: Mesh) -> Tree:
 
 
 def use_matrices(params: Tree, specs: Tree, cfg: ModelConfig, mesh: Mesh) -> Tree:
-    """`use_params` of matrices; other parameters are returned as they are."""
+    """A layer's matrices as it uses them, those that are `Gathered` already and all small
+    parameters as they are."""
 
-    def use(spec: ParamSpec, param: jax.Array) -> jax.Array:
-        return use_params(param, spec, cfg, mesh) if spec.is_matrix else param
+    def use(spec: ParamSpec, param: Any) -> Any:
+        if not spec.is_matrix or isinstance(param, gathered.Gathered):
+            return param
+        if gathered.takes(spec):
+            return gathered.use(param, spec, cfg.compute_dtype, mesh)
+        return use_params(param, spec, cfg, mesh)
 
     return jax.tree.map(use, specs, params)
 

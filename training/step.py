@@ -18,6 +18,7 @@ from model.config import ModelConfig
 from model.decoder import after_step, carry_shardings, forward
 from model.flops import key_flops_per_token
 from model.loss import LossSums, loss_sums, token_scores
+from training.compiler import compiler_options
 from training.optimizer import MakeOptimizer
 from training.options import TrainOptions
 from training.state import TrainState
@@ -88,7 +89,12 @@ def make_train_step(
         return done, reported | metrics
 
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(step, donate_argnums=0, out_shardings=(where, whole))
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(where, whole),
+        compiler_options=compiler_options(mesh),
+    )
 
 
 def make_eval_step(cfg: ModelConfig, mesh: Mesh) -> Any:
@@ -107,7 +113,12 @@ def make_eval_step(cfg: ModelConfig, mesh: Mesh) -> Any:
         }
 
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(eval_step, donate_argnums=1, out_shardings=(carry_shardings(cfg, mesh), whole))
+    return jax.jit(
+        eval_step,
+        donate_argnums=1,
+        out_shardings=(carry_shardings(cfg, mesh), whole),
+        compiler_options=compiler_options(mesh),
+    )
 
 
 def make_score_step(cfg: ModelConfig, mesh: Mesh) -> Any:
@@ -127,7 +138,12 @@ def make_score_step(cfg: ModelConfig, mesh: Mesh) -> Any:
         return carry, token_scores(params, cfg, hidden, one.targets, mesh)
 
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(score_step, donate_argnums=1, out_shardings=(carry_shardings(cfg, mesh), whole))
+    return jax.jit(
+        score_step,
+        donate_argnums=1,
+        out_shardings=(carry_shardings(cfg, mesh), whole),
+        compiler_options=compiler_options(mesh),
+    )
 
 
 class Votes(NamedTuple):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model import ahead
 from model.decoder import carry_shardings, forward, init_carry
 from model.params import param_shardings
 from tests.compiling import fast_jit
@@ -88,6 +89,18 @@ def test_every_mesh_has_the_loss_and_gradients_of_one_device(case, one_device, m
 def test_how_layers_are_run_changes_nothing(case, one_device, changes):
     other = dataclasses.replace(MIXED, **changes)
     check_same(compiled(other)(*case, carry_weight=0.1), dict(one_device))
+
+
+@pytest.mark.slow
+def test_how_far_ahead_matrices_are_gathered_changes_nothing(case, monkeypatch):
+    """As with many context ranks: all matrices a repeat ahead, two layers a repeat."""
+    cfg = dataclasses.replace(KDA, num_repeats=4)
+    given = make_params(cfg), random_carry(cfg, 4), case[2]
+    expected = compiled(cfg, context=4)(*given, carry_weight=0.1)
+    for name in ("_ALL_FROM", "_PAIRS_FROM"):
+        monkeypatch.setattr(ahead, name, 1)
+    found = compiled.__wrapped__(cfg, context=4)(*given, carry_weight=0.1)
+    check_same(found, expected)
 
 
 def test_results_are_finite_and_gradients_reach_every_parameter(one_device):

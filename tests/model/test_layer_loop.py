@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 import re
 from types import SimpleNamespace
@@ -17,19 +18,19 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from model import decoder, remat
-from model.axes import MESH_AXES
+from model.ahead import Ahead
+from model.axes import MESH_AXES, ParamSpec
 from model.checks import check_host_memory
 from model.decoder import forward, init_carry
 from model.layer_loop import run_layers, run_layers_recomputed
 from model.loss import loss_sums
-from model.params import param_shardings
+from model.params import block_specs, param_shardings
 from options import OptionError
 from tests.compiling import fast_jit
 from tests.model_cases import KDA, make_batch, make_mesh, make_params, row
 
 RANKS = 4
-_OPERATION = re.compile(r"= (.*?) (all-reduce|collective-permute)(?:-start)?\(")
+_OPERATION = re.compile(r"= (.*?) (all-reduce|reduce-scatter|collective-permute)(?:-start)?\(")
 
 
 def loop_operations(text: str, kind: str) -> list[str]:
@@ -63,12 +64,13 @@ def program() -> str:
 
 
 def test_only_gradients_of_matrices_are_summed_over_ranks_within_the_loop(program):
-    """Carry, convolution inputs, taps, gains and gates leave it as shares."""
-    summed = [t for types in loop_operations(program, "all-reduce") for t in types.split("f32")]
-    sizes = {tuple(map(int, s.split(","))) for s in re.findall(r"\[([\d,]+)\]", " ".join(summed))}
-    width, matrices = KDA.d_model, {size for size in sizes if len(size) > 1 and min(size) > 1}
-    assert matrices and sizes == matrices, sizes
-    assert all(width in size or KDA.gate_rank in size for size in matrices), matrices
+    """They are reduce-scattered. Carry, convolution inputs, taps, gains and gates leave the loop as
+    shares."""
+    assert not loop_operations(program, "all-reduce")
+    types = " ".join(loop_operations(program, "reduce-scatter"))
+    sizes = [tuple(map(int, s.split(","))) for s in re.findall(r"f32\[([\d,]+)\]", types)]
+    matrices = [x for x in jax.tree.leaves(block_specs(KDA)) if x.is_matrix]
+    assert sum(map(math.prod, sizes)) * RANKS == sum(math.prod(x.shape) for x in matrices), types
 
 
 def test_a_layer_passes_states_once_forward_and_cotangents_once_back(program):
@@ -83,7 +85,7 @@ def test_a_layer_passes_states_once_forward_and_cotangents_once_back(program):
 def toy(params, hidden, carry, plan, entry):
     """A layer with a carry and an entry that is given back."""
     entry = jax.lax.stop_gradient(hidden[:, :1]) if entry is None else entry
-    hidden = hidden + jnp.tanh(hidden @ params) * (1 + entry) + carry
+    hidden = hidden + jnp.tanh(hidden @ params["matrix"]) * (1 + entry) + carry
     return hidden, carry + hidden.mean(), entry, {}
 
 
@@ -93,13 +95,17 @@ def toy_gradients(run, scan: bool):
 
     def loss(params, hidden):
         carry = (jnp.zeros(params[0].shape[0]),) * 2
+        params = tuple({"matrix": x} for x in params)
         hidden, (ends, _) = run([toy, toy], params, hidden, carry, None, scan)
         return jnp.sum(hidden**2) + sum(jnp.sum(end) for end in ends)
 
     return jax.jit(jax.grad(loss, (0, 1)))
 
 
-OFFLOAD = functools.partial(run_layers_recomputed, to_host=True)
+AT_REST = ParamSpec((8, 8), ("width", "whole"), init=None, decays=True, cast=True, muon=False)
+NONE_AHEAD = Ahead(({"matrix": AT_REST},) * 2, KDA, make_mesh(), repeats=3)
+FULL = functools.partial(run_layers_recomputed, NONE_AHEAD)
+OFFLOAD = functools.partial(run_layers_recomputed, NONE_AHEAD, to_host=True)
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -110,7 +116,7 @@ def test_what_is_kept_on_the_host_comes_back(scan):
     hidden = jax.random.normal(keys[2], (2, 4, 8))
     plain, full, host = (
         jax.tree.leaves(toy_gradients(run, scan)(params, hidden))
-        for run in (run_layers, run_layers_recomputed, OFFLOAD)
+        for run in (run_layers, FULL, OFFLOAD)
     )
     for expected, kept, offloaded in zip(plain, full, host):
         np.testing.assert_array_equal(offloaded, kept)
@@ -144,10 +150,6 @@ def overlapped(text: str, copy: str) -> bool:
             if any(" fusion(" in x for x in lines[begin : next(ends)]):
                 return True
     return False
-
-
-def test_every_policy_has_a_way_to_run():
-    assert decoder._RUN.keys() == remat.POLICIES.keys()
 
 
 def test_offload_needs_a_host_memory_that_devices_address():

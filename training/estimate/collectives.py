@@ -23,9 +23,10 @@ class Collective:
     """One collective instruction.
 
     axes: mesh axes that it crosses. ranks: devices that take part together. bytes: of the full
-    array on one device (what a gather makes, what a reduction takes). done: name of the instruction
-    that waits for it, "" where it is synchronous. overlapped: bundles of other work between start
-    and done. upward: a permute sends from a rank to the next.
+    array on one device (what a gather makes, what a reduction takes). begin: name of the
+    instruction that hands over its operands: itself, or a start's last `-update`. done: name of the
+    instruction that waits for it, "" where it is synchronous. overlapped: bundles of other work
+    between begin and done. upward: a permute sends from a rank to the next.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Collective:
     bytes: int
     times: int
     loops: tuple[str, ...]
+    begin: str
     done: str
     overlapped: int
     upward: bool
@@ -70,12 +72,12 @@ def collectives(module: Module, works: list[Work], mesh: Mapping[str, int]) -> l
         axes, ranks = _axes(inner.attributes, mesh)
         if ranks == 1:
             continue
-        done, overlapped = _done(works, place)
+        begin, done, overlapped = _span(works, place)
         visit = work.visit
         found.append(
             Collective(
                 visit.instruction.name, _kind(inner.opcode), axes, ranks, _bytes(inner, visit),
-                visit.times, visit.loops, done, overlapped, _upward(inner.attributes),
+                visit.times, visit.loops, begin, done, overlapped, _upward(inner.attributes),
                 visit.instruction.op_name,
             )
         )  # fmt: skip
@@ -118,23 +120,24 @@ def _bytes(inner: Instruction, visit: Visit) -> int:
     return max(inner.bytes, taken)
 
 
-def _done(works: list[Work], start: int) -> tuple[str, int]:
-    """(name of the instruction that waits, bundles of the work between), of a start."""
+def _span(works: list[Work], start: int) -> tuple[str, str, int]:
+    """(begin, done, overlapped) of a `Collective` whose first instruction is at `start`."""
     visit = works[start].visit
+    begin = visit.instruction.name
     if not visit.instruction.opcode.endswith("-start"):
-        return "", 0
-    between, names = 0, {visit.instruction.name}
+        return begin, "", 0
+    between = 0
     for work in works[start + 1 :]:
         other = work.visit
         if other.loops[: len(visit.loops)] != visit.loops:
             break
-        if names & set(other.instruction.operands):
+        if begin in other.instruction.operands:
             if other.instruction.opcode.endswith("-done"):
-                return other.instruction.name, between
+                return begin, other.instruction.name, between
             if other.instruction.opcode.endswith("-update"):
-                names.add(other.instruction.name)
+                begin, between = other.instruction.name, 0
         between += work.bundles * (other.times // visit.times)
-    return "", between
+    return begin, "", between
 
 
 def _axes(attributes: str, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], int]:

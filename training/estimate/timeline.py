@@ -3,8 +3,10 @@
 Bundles count work, not waiting. Here every rank runs the program's instructions in their scheduled
 order. A KDA kernel passes states from rank to rank, group by group, as the loops of its schedule
 say. A collective over the context axis lets no rank pass its end (`-done`, or itself where it is
-synchronous) before all ranks have reached its start; a permute waits for the neighbour that sends.
-So how far ranks may drift apart follows from the compiled program and is not an argument.
+synchronous) before all ranks have reached its start, and collectives use the links one after
+another. A permute's sender waits at its start until the receiver is there, too, and the receiver at
+the end for the data: its schedule has a wait for the one rank that receives, and no other. So how
+far ranks may drift apart follows from the compiled program and is not an argument.
 
 Axes: P rank of the context axis.
 """
@@ -52,21 +54,22 @@ class Relay:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """This rank's part in a collective is ready; Wait of the same name needs it from others."""
+    """This rank's part in a collective is ready; the transfer takes `seconds`.
 
-    name: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Wait:
-    """Until the ranks that this one depends on have passed `Start`, and `seconds` later.
-
-    source: 0 for all ranks, -1 for the rank before, 1 for the rank after.
+    target: 0 for a collective of all ranks; 1 for a permute that sends to the rank after, which
+    waits here until that rank has arrived; -1 for one that sends to the rank before.
     """
 
     name: str
     seconds: float
-    source: int = 0
+    target: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """Until the collective that started under this name is complete."""
+
+    name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +106,7 @@ def instantaneous(events: tuple[Event, ...]) -> tuple[Event, ...]:
     """The events with collectives that take no time; ranks still wait for each other in them."""
 
     def change(event: Event) -> Event:
-        if isinstance(event, Wait):
+        if isinstance(event, Start):
             return dataclasses.replace(event, seconds=0.0)
         return (
             Repeat(event.trips, instantaneous(event.body)) if isinstance(event, Repeat) else event
@@ -113,12 +116,13 @@ def instantaneous(events: tuple[Event, ...]) -> tuple[Event, ...]:
 
 
 class _Run:
-    """Clocks of all ranks, and when each reached the starts of collectives."""
+    """Clocks of all ranks, and when collectives are complete on each."""
 
     def __init__(self, ranks: int):
         self.clocks = [0.0] * ranks
         self.work = 0.0
-        self._started: dict[str, list[float]] = {}
+        self._complete: dict[str, list[float]] = {}
+        self._links = 0.0  # free from then on
 
     def play(self, events: tuple[Event, ...]) -> None:
         for event in events:
@@ -128,10 +132,14 @@ class _Run:
                     self.work += seconds
                 case Relay():
                     self._relay(event)
-                case Start(name):
-                    self._started[name] = list(self.clocks)
-                case Wait():
-                    self._wait(event)
+                case Start(name, seconds, 0):
+                    self._links = max(*self.clocks, self._links) + seconds
+                    self._complete[name] = [self._links] * len(self.clocks)
+                case Start():
+                    self._permute(event)
+                case Wait(name):
+                    complete = self._complete.get(name, self.clocks)
+                    self.clocks = list(map(max, self.clocks, complete))
                 case Repeat(trips, body):
                     for _ in range(trips):
                         self.play(body)
@@ -151,16 +159,15 @@ class _Run:
             self.clocks[rank] = clock + relay.tail
         self.work += relay.work
 
-    def _wait(self, wait: Wait) -> None:
-        started = self._started.get(wait.name)
-        if started is None:
-            return
-        if wait.source == 0:
-            ready = [max(started)] * len(started)
-        else:
-            ranks = range(len(started))
-            ready = [started[min(max(rank + wait.source, 0), ranks[-1])] for rank in ranks]
-        self.clocks = [max(clock, at + wait.seconds) for clock, at in zip(self.clocks, ready)]
+    def _permute(self, start: Start) -> None:
+        """Ranks at the end of the line that have no target, or no source, wait for none."""
+        arrived, places = self.clocks, range(len(self.clocks))
+        target = [arrived[r + start.target] if r + start.target in places else 0.0 for r in places]
+        self.clocks = list(map(max, arrived, target))
+        self._complete[start.name] = [
+            self.clocks[r - start.target] + start.seconds if r - start.target in places else 0.0
+            for r in places
+        ]
 
 
 # --- events of a compiled program ----------------------------------------------------------------
@@ -208,20 +215,20 @@ def events_of(
     generation: Generation,
 ) -> tuple[Event, ...]:
     """The events of one step, as far as the collectives over the context axis divide it."""
-    crossing = {c.name: c for c in exchanged if CONTEXT in c.axes}
+    crossing = {c.begin: c for c in exchanged if CONTEXT in c.axes}
     waits = {c.done: c for c in crossing.values() if c.done}
     local = {c.done or c.name: c for c in exchanged if CONTEXT not in c.axes}
-    starts = {c.name for c in exchanged}
+    starts = {c.name for c in exchanged} | {c.begin for c in exchanged}
     relays = _relays(works, trees, generation)
 
     def translate(work: Work) -> Iterator[Event]:
         name = work.visit.instruction.name
         if name in crossing:
-            yield Start(name)
+            yield _start(crossing[name], generation)
             if not crossing[name].asynchronous:
-                yield _wait_for(crossing[name], generation)
+                yield Wait(crossing[name].name)
         elif name in waits:
-            yield _wait_for(waits[name], generation)
+            yield Wait(waits[name].name)
         elif name in local:
             yield Busy(local[name].exposed_seconds(generation))
         elif name in relays:
@@ -241,11 +248,11 @@ def seconds_of(work: Work, generation: Generation) -> float:
     return max(issue, traffic)
 
 
-def _wait_for(collective: Collective, generation: Generation) -> Wait:
-    source = 0
+def _start(collective: Collective, generation: Generation) -> Start:
+    target = 0
     if collective.kind == "collective-permute":
-        source = -1 if collective.upward else 1
-    return Wait(collective.name, collective.seconds(generation), source)
+        target = 1 if collective.upward else -1
+    return Start(collective.name, collective.seconds(generation), target)
 
 
 def _relays(

@@ -13,7 +13,7 @@ from training.estimate.topology import Topology
 FORWARD = Relay(1.0, 1.0, 0.0, 2, 0.0, 0.0, backward=False)
 BACKWARD = Relay(0.0, 1.0, 2.0, 2, 0.0, 0.0, backward=True)
 EVENTS = (
-    Repeat(3, (FORWARD, Start("a"), Wait("a", 2.0))),
+    Repeat(3, (FORWARD, Start("a", 2.0), Wait("a"))),
     Repeat(3, (FORWARD, Busy(1.0), BACKWARD)),
 )
 
@@ -25,7 +25,7 @@ def test_one_call_is_a_layers_kernels():
 
 def test_instantaneous_collectives_still_synchronise():
     changed = instantaneous(EVENTS)
-    assert changed[0] == Repeat(3, (FORWARD, Start("a"), Wait("a", 0.0)))
+    assert changed[0] == Repeat(3, (FORWARD, Start("a", 0.0), Wait("a")))
     assert changed[1] == EVENTS[1]
 
 

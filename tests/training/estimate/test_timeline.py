@@ -45,30 +45,38 @@ def test_without_a_barrier_the_fill_is_paid_once_for_all_layers():
     layers, ranks = 10, 8
     free = simulate((Repeat(layers, (FORWARD, Busy(4.0))),), ranks)
     assert free.seconds == pytest.approx(free.work + (ranks - 1) * 2)
-    barrier = (Start("sum"), Wait("sum", 0.0))
+    barrier = (Start("sum", 0.0), Wait("sum"))
     level = simulate((Repeat(layers, (FORWARD, Busy(4.0), *barrier)),), ranks)
     assert level.seconds == pytest.approx(level.work + layers * (ranks - 1) * 2)
 
 
 def test_a_collective_that_spans_a_layer_hides_a_skew_of_one_layer():
     """Begun and ended in one body of 15 s: a fill of 6 s is free, one of 28 s is not."""
-    spanning = (Start("sum"), FORWARD, Busy(4.0), Wait("sum", 0.0))
+    spanning = (Start("sum", 0.0), FORWARD, Busy(4.0), Wait("sum"))
     few = simulate((Repeat(10, spanning),), 4)
     assert few.seconds == pytest.approx(few.work + 3 * 2)
     many = simulate((Repeat(10, spanning),), 15)
     assert many.seconds > many.work + 14 * 2
-    level = simulate((Repeat(10, (FORWARD, Busy(4.0), Start("sum"), Wait("sum", 0.0))),), 15)
+    level = simulate((Repeat(10, (FORWARD, Busy(4.0), Start("sum", 0.0), Wait("sum"))),), 15)
     assert many.seconds < level.seconds
 
 
 def test_a_permute_waits_for_one_neighbour_only():
-    """A rank is late by the fill of one hop: the halo costs nothing that the relay has not."""
-    halo = (Start("halo"), Wait("halo", 0.0, source=-1))
-    barrier = (Start("halo"), Wait("halo", 0.0))
-    with_halo = simulate((Repeat(6, (*halo, FORWARD)),), 8)
-    with_barrier = simulate((Repeat(6, (*barrier, FORWARD)),), 8)
-    assert with_halo.seconds == simulate((Repeat(6, (FORWARD,)),), 8).seconds
-    assert with_barrier.seconds > with_halo.seconds
+    """The receiver is late by one hop's fill of 2 s, for which the sender waits once a layer; a
+    barrier waits for the fill of all hops."""
+    layers, ranks = 6, 8
+    halo = (Start("halo", 0.0, target=1), Wait("halo"))
+    barrier = (Start("halo", 0.0), Wait("halo"))
+    free = simulate((Repeat(layers, (FORWARD,)),), ranks)
+    with_halo = simulate((Repeat(layers, (*halo, FORWARD)),), ranks)
+    assert with_halo.seconds == free.seconds + (layers - 1) * 2
+    with_barrier = simulate((Repeat(layers, (*barrier, FORWARD)),), ranks)
+    assert with_barrier.seconds == free.seconds + (layers - 1) * (ranks - 1) * 2
+
+
+def test_collectives_use_the_links_one_after_another():
+    both = (Start("a", 3.0), Start("b", 2.0), Busy(1.0), Wait("b"), Wait("a"))
+    assert simulate(both, 4).seconds == 5.0
 
 
 def kernel(groups: int) -> Loop:
