@@ -1,19 +1,20 @@
-"""Which matrices the loop over layers gathers a repeat ahead, and the steps that it takes.
+"""Which matrices the loop over layers gathers a repeat ahead, and the steps to do so.
 
-A gather or a sum over ranks ends when the last rank has begun it, so a rank can be ahead of another
-by no more than the work between its begin and its end. What a rank is ahead by is the fill of the
-pipeline of recurrent states: about 2 % of a layer for each rank between the two, at 2,048 tokens a
-rank. The rule, by the ranks of the context axis:
+A gather or a sum over ranks ends only after the last rank has started it, so a rank can be ahead of
+another by at most the work between its start and its end. Ranks are apart because recurrent states
+pass through them in turn: by about 2 % of a layer per rank, at 2,048 tokens per rank. The rule, by
+the number of context ranks:
 
-    below 16    The mixer's matrices are gathered, and their gradients reduced, a repeat away from
-                their use. Those of the feed-forward layer are gathered while the mixer before it
-                runs, and reduced while the mixer's gradient is computed: less memory.
-    from 16     All matrices, a repeat away.
-    from 32     The same, and a pattern of one layer runs as two layers a repeat if their number is
-                even.
+    below 16    The mixer's matrices are gathered one repeat before their use, and their gradients
+                reduced one repeat after it. Those of the feed-forward layer are gathered while the
+                mixer before it runs, and reduced while the mixer's gradient is computed, which
+                takes less memory.
+    from 16     All matrices, one repeat before and after.
+    from 32     The same; if the pattern is one layer and the number of repeats is even, a repeat
+                of the loop is two layers.
 
-Each matrix ahead takes memory for two copies in the compute dtype, and in the backward for two
-shares of its gradient in float32.
+A matrix that is gathered ahead takes memory for two copies in the compute dtype, and in the
+backward for two shares of its gradient in float32.
 """
 
 import dataclasses
@@ -34,10 +35,10 @@ _ALL_FROM, _PAIRS_FROM = 16, 32  # ranks of the context axis
 
 @dataclasses.dataclass(frozen=True)
 class Ahead:
-    """Matrices that the loop over layers gathers a repeat ahead; see layer_loop.py.
+    """The matrices that the loop over layers gathers a repeat ahead; see layer_loop.py.
 
-    specs: of a repeat's positions, not stacked. In trees of these matrices None is in the place of
-    all other parameters, and the reverse. repeats: in the loop; nothing is ahead of a single one.
+    specs: of a repeat's positions, not stacked. Trees of these matrices have None in place of all
+    other parameters, and the reverse. repeats: of the loop; with one, nothing is gathered ahead.
     """
 
     specs: tuple[Specs, ...]

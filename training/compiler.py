@@ -1,9 +1,11 @@
-"""Options of XLA's TPU compiler that a training step is compiled with, by TPU generation.
+"""Options of XLA's TPU compiler for compiling a training step, by TPU generation.
 
-The loop over layers gathers parameters and reduces gradients a repeat away from their use
-(model/layer_loop.py). That saves waiting only where gathers and reduce-scatters run beside the
-work. v6e and tpu7x give them to the SparseCores; on v6e only if told to, and one at a time unless
-they may queue. Other generations have no such options: their collectives are synchronous.
+The loop over layers starts gathers and reduce-scatters a repeat before their results are needed
+(model/layer_loop.py), which avoids waiting only if they run concurrently with other work. v6e and
+tpu7x run them on the SparseCores: v6e only with these options, and both one at a time unless they
+may queue. Other generations have no such options, and their collectives are synchronous. Without
+these options the step of 1.08B parameters on v6e:2x2 (context 4, 8,192 tokens) peaks at 4.91 GB,
+with them at 5.29 GB (libtpu 0.0.52, 2026-12-01).
 """
 
 from jax.sharding import Mesh
