@@ -49,7 +49,7 @@ def _work(plan: Plan) -> Iterator[str]:
     facts = plan.facts
     yield (
         f"model FLOPs per step {facts.model_flops:.3e}, hardware FLOPs {facts.hardware_flops:.3e} "
-        f"(recomputation and chunks: x {facts.hardware_flops / facts.model_flops:.2f})"
+        f"(recomputation, chunks, optimizer: x {facts.hardware_flops / facts.model_flops:.2f})"
     )
     yield f"per device and step: {plan.bundles:,} bundles, {_size(plan.hbm_bytes)} of HBM traffic"
     for name, count in plan.kernel_bundles.items():
