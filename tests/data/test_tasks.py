@@ -11,6 +11,7 @@ from data.options import TASKS as NAMES
 from data.options import DataConfig
 from data.tasks import ledger, palindrome, recall, stack
 from data.tasks.registry import TASKS
+from data.tasks.task import without_prose
 from errors import UserError
 from tests.data.loader_cases import change, loader, take
 
@@ -141,3 +142,10 @@ def test_another_task_is_other_data():
 def test_tasks_take_neither_files_nor_a_tokenizer(options):
     with pytest.raises(UserError, match=f"config.data.{next(iter(options))}"):
         loader(change(CONFIG, **options))
+
+
+def test_prose_is_not_part_of_a_tasks_identity():
+    source = '"""Doc."""\nX = 1  # why\ndef f():\n    """Says."""\n    return "kept"\n'
+    reworded = '"""Other."""\nX = 1\ndef f():\n    """More."""\n    # how\n    return "kept"\n'
+    assert without_prose(source) == without_prose(reworded)
+    assert without_prose(source) != without_prose(source.replace('"kept"', '"changed"'))
