@@ -15,6 +15,7 @@ from jax.experimental import topologies
 
 from configs import kda_cp4, smoke
 from errors import UserError
+from model.params import param_specs
 from tests.trainer import ROOT, SMOKE, environment
 from training.estimate import command, plan, report, suggest
 from training.estimate import compile as compiling
@@ -186,13 +187,26 @@ def test_memory_is_that_of_a_run():
     assert compiled_bytes(config) == compiled_peak_bytes(step.lower(*arguments).compile())
 
 
+def main_step(**changes):
+    """`abstract_step` of the main config with changed options, a double underscore for the dot."""
+    config = kda_cp4.get_config()
+    config.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2")
+    return abstract_step(topology.devices, config, 258)
+
+
 @pytest.mark.slow
 def test_a_plan_of_the_main_config():
     found = make_plan(kda_cp4.get_config(), Topology.parse("v6e:2x2"))
     assert found.fits and found.devices == 4
     assert set(found.kernel_bundles) >= {"kda_forward", "kda_backward", "short_conv_forward"}
     parts = found.memory
-    assert parts.parameters in (4 * found.facts.parameters, found.facts.parameters)
+    _, (state, *_), model, _ = main_step()
+    specs = jax.tree.leaves(param_specs(model))
+    pairs = zip(jax.tree.leaves(state.params), specs, strict=True)
+    small = sum(x.size for x, spec in pairs if not spec.is_matrix)
+    # Matrices are divided over the four ranks; the rest, gains and taps, is whole on each.
+    assert parts.parameters == 4 * small + (found.facts.parameters - small)
     assert 0 < found.time.waiting < found.time.total
     assert any(c.axes == ("context",) for c in found.collectives)
     assert found.facts.hardware_flops > found.facts.model_flops
@@ -203,25 +217,22 @@ def test_a_plan_of_the_main_config():
 def test_hardware_flops_are_of_recomputation_and_of_muon():
     """Recomputed layers add one forward to a step of one forward and a backward of two. Muon adds
     five Newton-Schulz iterations of three products per matrix of layers."""
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2")
 
     def flops(**changes) -> float:
-        config = kda_cp4.get_config()
-        config.update_from_flattened_dict(changes)
-        step, arguments, *_ = abstract_step(topology.devices, config, 258)
+        step, arguments, *_ = main_step(**changes)
         return program_flops(step.trace(*arguments).jaxpr.jaxpr)
 
-    plain = flops(**{"optimizer.name": "adamw", "model.remat": "none"})
-    recomputed = flops(**{"optimizer.name": "adamw", "model.remat": "full"})
+    plain = flops(optimizer__name="adamw", model__remat="none")
+    recomputed = flops(optimizer__name="adamw", model__remat="full")
     assert recomputed - plain == pytest.approx(plain / 3, rel=0.01)
-    state = abstract_step(topology.devices, kda_cp4.get_config(), 258)[1][0]
+    _, (state, *_), *_ = main_step()
     matrices = [x.shape for x in jax.tree.leaves(state.params["blocks"]) if x.ndim == 3]
     each = [
         repeats * 5 * (4 * small**2 * large + 2 * small**3)
         for repeats, *sides in matrices
         for small, large in [sorted(sides)]
     ]
-    assert flops(**{"model.remat": "none"}) - plain == pytest.approx(sum(each), rel=0.05)
+    assert flops(model__remat="none") - plain == pytest.approx(sum(each), rel=0.05)
 
 
 def test_generations_are_consistent():
