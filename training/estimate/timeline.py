@@ -182,7 +182,7 @@ def relay_of(tree: Loop, generation: Generation, backward: bool) -> Relay:
     group = _sender(tree)
     groups, after = 1, 0
     if group is None:
-        before, slot, tail = 0, tree.bundles(), 0
+        before, slot, tail, groups = tree.bundles(), 0, 0, 0
     elif group is tree:
         send = tree.sends[-1]
         inner = [i for i, item in enumerate(tree.items[:send]) if isinstance(item, Loop)]

@@ -100,7 +100,16 @@ def test_a_kernels_relay_is_read_from_the_loops_of_its_schedule():
     single = Loop(0, 1, [7, Loop(1, 10, [10]), 3, Loop(1, 3, [10]), 25], sends=[4], sent=9000)
     assert bundles_of(single) == (110, 30, 0, 25, 1, message + tpu.hop_seconds)
     # Nothing is sent: all of it is work.
-    assert bundles_of(Loop(0, 1, [40]))[:5] == (0, 40, 0, 0, 1)
+    assert bundles_of(Loop(0, 1, [40]))[:5] == (40, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_kernel_that_sends_nothing_waits_for_no_rank(backward):
+    """A forward that the backward repeats from the saved entry state."""
+    tree = Loop(0, 1, [100, Loop(1, 4, [10])])
+    silent = relay_of(tree, GENERATIONS["tpu7x"], backward)
+    done = simulate((Repeat(3, (silent,)),), 8)
+    assert done.seconds == done.work > 0
 
 
 def efficiency(text: str, ranks: int) -> float:
