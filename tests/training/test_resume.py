@@ -173,7 +173,8 @@ def test_a_damaged_checkpoint_stops_the_run_or_is_passed_over(whole, half):
 def test_another_runs_parameters_start_a_new_training(whole, tmp_path):
     done = train(tmp_path, MESH, f"--init_from={whole}", "--config.train.steps=3")
     assert "parameters from step 20" in done.stdout
-    assert list(reports(tmp_path)) == [1, 2, 3]
+    assert list(reports(tmp_path)) == [0, 1, 2, 3], "the parameters are evaluated first"
+    assert reports(tmp_path)[0]["eval/loss"] == reports(whole)[20]["eval/loss"]
     first = reports(tmp_path)[1]["learning/loss"]
     assert first < reports(whole)[1]["learning/loss"] - 0.5
     place = whole / "checkpoints"
